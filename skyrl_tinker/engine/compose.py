@@ -55,7 +55,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
-from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TransportName, backend_of, choose, make_transport
+from skyrl_tinker.weight_sync.factory import CHUNK_BYTES, TRANSPORTS, TransportName, choose, make_transport
 from skyrl_tinker.weight_sync.transport import LOOPBACK, NoSenders
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         for runtime in runtimes
         if runtime.trainer is not None
     ]
-    training = TrainDispatch([driver for driver, _ in halves], store, metrics)
+    training = TrainDispatch([driver for driver, _ in halves], store)
     openai = [
         _openai_server(store, metrics, *each, driver) for each, driver in zip(sampled, drivers, strict=True)
     ]
@@ -127,7 +127,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
         samples,
         Intake(store, bell, training, samples, metrics),
         Cleanup(store, training, samples, is_loading, versions, settings, storage),
-        Deadlines(store, metrics, training, samples, outbox, gaps, settings.timeouts.request_s),
+        Deadlines(store, metrics, training, samples, gaps, settings.timeouts.request_s),
         _make_http_server(env, runtimes, training, samples, openai, BaseSwitch(bases)),
         make_span_export(settings, store, metrics),
     )
@@ -261,7 +261,7 @@ def trainer_spec(
         gradient_checkpointing=settings.gradient_checkpointing,
         network_interface=settings.network_interface,
         start_niceness=start_niceness,
-        expandable_segments=backend_of(_transport_name(settings)) != "ipc",
+        expandable_segments=TRANSPORTS[_transport_name(settings)].backend != "ipc",
         memory_root=str(directories.ephemeral_dir),
     )
 
@@ -285,7 +285,7 @@ def sampler_spec(
         router_replay=settings.router_replay,
         reasoning_parser=settings.reasoning_parser,
         tool_parser=settings.tool_parser,
-        weight_backend=backend_of(_transport_name(settings)),
+        weight_backend=TRANSPORTS[_transport_name(settings)].backend,
         keeps_cache=settings.inflight_cache == "keep",
         gpu_memory_utilization=settings.gpu_memory_utilization,
         network_interface=settings.network_interface,

@@ -10,10 +10,9 @@ from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.bases.sample_dispatch import SampleDispatch
 from skyrl_tinker.engine.bases.train_dispatch import TrainDispatch
 from skyrl_tinker.engine.gaps import Gaps
-from skyrl_tinker.engine.outbox import Outbox
-from skyrl_tinker.engine.scheduling.lanes import LaneStatus
 from skyrl_tinker.engine.suspends import Suspends
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.protocol.queue_views import LaneView
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
@@ -29,7 +28,6 @@ class Deadlines:
     _metrics: Metrics
     _trainer: TrainDispatch
     _samples: SampleDispatch
-    _outbox: Outbox
     _gaps: Gaps
     _request_s: float
 
@@ -63,18 +61,14 @@ class Deadlines:
         due = list(takewhile(lambda row: row.created_at + self._request_s <= now, self._limited()))
         if not due:
             return
-        samples = {row.id: self._late_sample() for row in due if row.kind is RequestKind.SAMPLE}
-        if samples:
+        late = Failure(f"this sample {self._waited}: the samplers are overloaded", "server")
+        if samples := {row.id: late for row in due if row.kind is RequestKind.SAMPLE}:
             await self._samples.end(samples)
         lanes = self._trainer.lane_statuses()
-        training = [(row, self._late(row, lanes.get(row.model_key))) for row in due if row.model_key]
-        if training:
+        if training := [(row, self._late(row, lanes.get(row.model_key))) for row in due if row.model_key]:
             await self._trainer.expire(training)
 
-    def _late_sample(self) -> Failure:
-        return Failure(f"this sample {self._waited}: the samplers are overloaded", "server")
-
-    def _late(self, row: QueuedRow, lane: LaneStatus | None) -> Failure:
+    def _late(self, row: QueuedRow, lane: LaneView | None) -> Failure:
         """Return the failure of a late training request. `lane`: its model's, None if nothing waits in it."""
         if lane is None or (row.seq_id or 0) < lane.next_seq:
             return Failure(

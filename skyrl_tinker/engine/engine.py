@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 import psutil
 from sqlalchemy.exc import OperationalError
@@ -72,12 +73,8 @@ class Engine:
         await parts.statuses.started(CLEAN_UP)
         await parts.warnings.clear()
         await parts.http_server.start()
-        address = parts.http_server.address
-        await persistently(
-            lambda: self._env.store.write(
-                lambda conn: server_state.put(conn, server_state.ENGINE_ADDRESS, address)
-            )
-        )
+        put = partial(server_state.put, key=server_state.ENGINE_ADDRESS, value=parts.http_server.address)
+        await persistently(self._env.store.write, put)
         freeze_gc()
         return await parts.training.resume()
 

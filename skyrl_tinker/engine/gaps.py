@@ -8,7 +8,6 @@ engine find them.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from sqlalchemy import Connection
@@ -35,14 +34,6 @@ MOST = 4096
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Due:
-    """Gap that has not changed for `waited_s`."""
-
-    gap: Gap
-    waited_s: float
-
-
 class Gaps:
     def __init__(self, store: Store, bell: Doorbell, trainer: TrainDispatch, gap_s: float) -> None:
         """`gap_s`: longest time that a model waits, even if its client is away."""
@@ -64,11 +55,7 @@ class Gaps:
             for model, gap in open_gaps.items()
         }
         quiet_s = min(QUIET_S, self._gap_s)
-        due = {
-            model: _Due(gap, now - since)
-            for model, (gap, since) in self._seen.items()
-            if now - since >= quiet_s
-        }
+        due = {model: gap for model, (gap, since) in self._seen.items() if now - since >= quiet_s}
         self._written = {model: at for model, at in self._written.items() if model in due}
         try:
             if due.keys() - self._written:
@@ -79,31 +66,32 @@ class Gaps:
         except OperationalError:  # requests in transit could not be recorded either: wait anew
             self._seen, self._written = {}, {}
 
-    async def _close(self, due: Mapping[ModelKey, _Due], now: float) -> None:
+    async def _close(self, due: Mapping[ModelKey, Gap], now: float) -> None:
         never = await self._store.fetch(lambda conn: self._never(conn, due, now))
-        large = {model: each for model, each in never.items() if len(each.gap.seq_ids) > MOST}
+        large = {model: _too_large(gap) for model, gap in never.items() if len(gap.seq_ids) > MOST}
         if large:
-            await self._trainer.give_up({model: _too_large(each.gap) for model, each in large.items()})
-        small = {model: each for model, each in never.items() if model not in large}
+            await self._trainer.give_up(large)
+        small = {model: gap for model, gap in never.items() if model not in large}
         if small:
             await self._store.write(
                 lambda conn: self._fail(conn, self._never(conn, small, now)),
                 lambda: self._bell.ring("engine"),
             )
 
-    def _never(self, conn: Connection, due: Mapping[ModelKey, _Due], now: float) -> dict[ModelKey, _Due]:
+    def _never(self, conn: Connection, due: Mapping[ModelKey, Gap], now: float) -> dict[ModelKey, Gap]:
         """Return the gaps that no client will fill."""
-        return {model: each for model, each in due.items() if self._is_over(conn, model, each, now)}
+        return {model: gap for model, gap in due.items() if self._is_over(conn, model, gap, now)}
 
-    def _is_over(self, conn: Connection, model: ModelKey, due: _Due, now: float) -> bool:
-        of_model, of_owner = expected_requests.expected(conn, model, due.gap.owner_id, now)
-        if due.waited_s >= self._gap_s:  # without keys all clients are one owner, who always sends something
+    def _is_over(self, conn: Connection, model: ModelKey, gap: Gap, now: float) -> bool:
+        of_model, of_owner = expected_requests.expected(conn, model, gap.owner_id, now)
+        _, since = self._seen[model]
+        if now - since >= self._gap_s:  # without keys all clients are one owner, who always sends something
             return not of_model
-        return not (of_model or of_owner) and session_records.beats(conn, due.gap.session_id, now)
+        return not (of_model or of_owner) and session_records.beats(conn, gap.session_id, now)
 
-    def _fail(self, conn: Connection, never: Mapping[ModelKey, _Due]) -> None:
-        for model, each in never.items():
-            if missing := fail_missing(conn, model, each.gap.seq_ids, _never_came(each.gap)):
+    def _fail(self, conn: Connection, never: Mapping[ModelKey, Gap]) -> None:
+        for model, gap in never.items():
+            if missing := fail_missing(conn, model, gap.seq_ids, _never_came(gap)):
                 told = "model %s: seq_ids %s never came, and are failed", model, missing
                 after_commit(conn, partial(_log.warning, *told))
 

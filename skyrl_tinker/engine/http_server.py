@@ -49,7 +49,8 @@ class EngineHttpServer:
     _network: OpenAddress | None = None
 
     def __post_init__(self, openai: OpenAIRoutes, body_bytes: int) -> None:
-        self._address: str | None = None
+        self.address: str | None = None
+        """HOST:PORT by which other hosts reach it, once it is started; None: not reachable."""
         app = web.Application(client_max_size=body_bytes, middlewares=[self._authorized])
         reports = [
             web.get("/metrics", self._metrics_text),
@@ -70,12 +71,7 @@ class EngineHttpServer:
         await web.UnixSite(self._runner, str(self._socket)).start()
         self._socket.chmod(0o600)
         if self._network is not None:
-            self._address = await self._listen(self._network)
-
-    @property
-    def address(self) -> str | None:
-        """HOST:PORT by which other hosts reach it, once it is started; None: not reachable."""
-        return self._address
+            self.address = await self._listen(self._network)
 
     async def _listen(self, network: OpenAddress) -> str:
         try:

@@ -1,7 +1,6 @@
 """Intake of new requests: read when the doorbell rings, at most a second late, and passed to the drivers."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import OperationalError
@@ -14,7 +13,6 @@ from skyrl_tinker.errors import StatementError
 from skyrl_tinker.store.database.rows import PAGE
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue
-from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 
 FALLBACK_POLL_S = 1.0
@@ -51,7 +49,8 @@ class Intake:
         """Hand over one page of new rows; returns True if there may be more."""
         rows = await self._store.read(lambda conn: queue.queued_after(conn, self.cursor, PAGE))
         if rows:
-            rows = self._without_bodies(rows) if self._samples.queued() > MOST_BODIES else rows
+            if self._samples.queued() > MOST_BODIES:
+                rows = [replace(row, body=None) if row.kind is RequestKind.SAMPLE else row for row in rows]
             await self._metrics.owners.know({row.owner_id for row in rows})
             if training := [row for row in rows if row.kind not in _SAMPLING]:
                 await self._trainer.submit(training)
@@ -61,7 +60,3 @@ class Intake:
             if cancels := [row for row in rows if row.kind is RequestKind.CANCEL_SAMPLE]:
                 await self._samples.cancel(cancels)
         return len(rows) == PAGE
-
-    def _without_bodies(self, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
-        """Leave the bodies of samples in the store if many wait already."""
-        return [replace(row, body=None) if row.kind is RequestKind.SAMPLE else row for row in rows]

@@ -3,47 +3,35 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec
 
 import orjson
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
-from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, SkyrlTinkerError, StatementError, StorageAwayError, cut
 from skyrl_tinker.redaction import redact, without_paths
-from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.abstract_database import is_of_statement
 from skyrl_tinker.store.database.group_commit import Op, T
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import finish
-from skyrl_tinker.store.futures.finish import JSON_TYPE, NO_USAGE, NOTHING_RAN, Ran
-from skyrl_tinker.store.stability_records import SequenceRecord
+from skyrl_tinker.store.futures.finish import (
+    JSON_TYPE,
+    NOTHING_RAN,
+    FutureOutcome,
+    FutureResult,
+    Ran,
+    finish_all,
+)
 from skyrl_tinker.store.store import Store
 
 RETRY_S, AWAY_S = 1.0, 5.0
 STATEMENT_TRIES = 3
+P = ParamSpec("P")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FutureResult:
-    """Result as the bytes for the client, its tokens, and the records to keep of its sequences.
-
-    `keep_body`: that of the request stays, to be read.
-    """
-
-    content_type: str
-    body: bytes
-    records: tuple[SequenceRecord, ...] = ()
-    usage: Usage = NO_USAGE
-    keep_body: bool = False
-
-
-FutureOutcome = FutureResult | Failure
 
 
 def json_answer(value: Mapping[str, Any]) -> FutureResult:
@@ -92,7 +80,7 @@ class Outbox:
         """
         finished = dict(outcomes)
         if also or replayed or ran:
-            await persistently(lambda: self._send(finished, also, replayed, ran))
+            await persistently(self._send, finished, also, replayed, ran)
         elif finished:
             self._waiting |= finished
             if self._sending is None:
@@ -100,12 +88,12 @@ class Outbox:
             try:
                 await asyncio.shield(self._sending)
             except Exception:  # a commit was refused, perhaps for another call; finished futures stay so
-                await persistently(lambda: self._send(finished, ()))
+                await persistently(self._send, finished, ())
 
     async def _send_waiting(self) -> None:
         """Commit the outcomes of one iteration of the event loop together: many samples end at once."""
         self._sending, finished, self._waiting = None, self._waiting, {}
-        await persistently(lambda: self._send(finished, ()))
+        await persistently(self._send, finished, ())
 
     async def _send(
         self,
@@ -127,7 +115,7 @@ class Outbox:
             self._metrics.answered(future_id, outcome.category if isinstance(outcome, Failure) else "ok")
 
 
-async def persistently(op: Callable[[], Awaitable[T]]) -> T:
+async def persistently(work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
     """Retry while the database fails, so that a failure delays requests but neither loses nor ends any.
 
     Raises StatementError if the database fails the statement each time.
@@ -135,7 +123,7 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
     failed = 0
     while True:
         try:
-            return await op()
+            return await work(*args, **kwargs)
         except OperationalError as error:
             failed += is_of_statement(error)
             if failed == STATEMENT_TRIES:
@@ -145,46 +133,12 @@ async def persistently(op: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_S)
 
 
-async def when_possible(work: Callable[[], Awaitable[T]]) -> T:
+async def when_possible(work: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
     """Retry while a disk is full or storage is away: acknowledged work waits. Raises all other errors."""
     while True:
         try:
-            return await work()
+            return await work(*args, **kwargs)
         except (DiskFullError, StorageAwayError) as error:
             pause_s = RETRY_S if isinstance(error, DiskFullError) else AWAY_S
             _log.warning("tried again in %.0f s: %s", pause_s, error)
             await asyncio.sleep(pause_s)
-
-
-async def read_persistently(store: Store, op: Op[T]) -> T:
-    """Run `op` in one read transaction, and retry while the database fails. For few, small rows."""
-    return await persistently(lambda: store.read(op))
-
-
-def finish_all(
-    conn: Connection,
-    outcomes: Mapping[int, FutureOutcome],
-    replayed: Collection[int] = (),
-    ran: Mapping[int, Ran] = NOTHING_RAN,
-) -> None:
-    """Finish futures, by id. The bodies of those in `replayed` stay; `ran` is recorded for each."""
-    results: dict[int, FutureResult] = {}
-    for future_id, outcome in outcomes.items():
-        if isinstance(outcome, Failure):
-            keep_body = future_id in replayed
-            finish.fail(conn, future_id, outcome, keep_body=keep_body, ran=ran.get(future_id))
-        else:
-            results[future_id] = outcome
-    if results:
-        _succeed(conn, results, replayed, ran)
-
-
-def _succeed(
-    conn: Connection, results: Mapping[int, FutureResult], replayed: Collection[int], ran: Mapping[int, Ran]
-) -> None:
-    stored = {id_: (result.content_type, result.body, result.usage) for id_, result in results.items()}
-    kept = {*replayed, *(id_ for id_, result in results.items() if result.keep_body)}
-    ended = finish.succeed_all(conn, stored, kept, ran)
-    records = {future_id: results[future_id].records for future_id in ended if results[future_id].records}
-    if records:
-        stability_records.add(conn, records)

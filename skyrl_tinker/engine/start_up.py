@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from skyrl_tinker.domain.values import BaseModelFacts, Gpu, WeightVersion
 from skyrl_tinker.domain.weight_files import are_here, require_whole
 from skyrl_tinker.engine.bases.base_memory import base_memory
 from skyrl_tinker.engine.bases.base_runtime import BaseRuntime, ReportParts
-from skyrl_tinker.engine.colocation.placement import SEPARATE, make_placement
+from skyrl_tinker.engine.colocation.placement import SEPARATE, Colocated
 from skyrl_tinker.engine.compose import (
     Environment,
     log_suffix,
@@ -25,7 +25,7 @@ from skyrl_tinker.engine.compose import (
     sampler_spec,
     trainer_spec,
 )
-from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.parity import startup_check
 from skyrl_tinker.engine.parity.probe import allowed_gap
 from skyrl_tinker.engine.recovery import leftovers, parking
@@ -98,7 +98,7 @@ class StartUp:
         await in_disk_thread(
             leftovers.remove, await self._write(partial(leftovers.list_abandoned, saves=saves))
         )
-        directories = await read_persistently(self._env.store, checkpoint_records.list_directories)
+        directories = await persistently(self._env.store.read, checkpoint_records.list_directories)
         recorded = [directory for directory, removed in directories.items() if not removed]
         await in_disk_thread(leftovers.sweep_unrecorded, root, recorded)
         versions = await self._write(partial(_settle_versions, ephemeral=ephemeral))
@@ -114,7 +114,7 @@ class StartUp:
             _log.warning("%d models wait, parked, until their base models are served again", parked)
 
     async def _write(self, op: Op[T]) -> T:
-        return await persistently(lambda: self._env.store.write(op))
+        return await persistently(self._env.store.write, op)
 
 
 async def _fingerprint(facts: BaseModelFacts) -> str | None:
@@ -176,7 +176,9 @@ class BaseProcesses:
             spec = trainer_spec(settings, env.directories, facts, niceness)
             trainer = TrainerGroup.launch(spec, env.ray.require_alive)
             trainer.follow(partial(env.metrics.activity.ranks, facts.name))
-        placement = SEPARATE if trainer is None else make_placement(settings, trainer)
+        placement = SEPARATE
+        if trainer is not None and settings.colocated:
+            placement = Colocated(trainer, settings.phases)
         if facts.sampleable:
             clock, token = env.store.now, self._spec.token
             fleet = make_fleet(settings, token, placement, facts.directory, shutdowns, clock)
@@ -191,22 +193,28 @@ class BaseProcesses:
 
     async def start(self, report: ReportParts) -> None:
         """Start trainer and samplers, those of the two that there are, concurrently."""
-        progress, runtime = Progress(self.parts, report), self.runtime
+        runtime, waiting_for = self.runtime, {*self.parts}
+
+        async def during(part: str, ready: Awaitable[None]) -> None:
+            await ready
+            _log.info("%s: ready", part)
+            waiting_for.discard(part)
+            await report(waiting_for)
+
         if runtime.trainer is not None or not self._settings.external_urls:
             await in_disk_thread(_require_weights, self._facts)
         shared: tuple[Gpu, ...] = ()
         async with asyncio.TaskGroup() as tasks:
             if runtime.trainer is not None:
                 self._to_end.append(runtime.trainer.shutdown)
-                starting = progress.during(self._part, self._start_trainer(runtime.trainer))
-                started = tasks.create_task(starting)
+                started = tasks.create_task(during(self._part, self._start_trainer(runtime.trainer)))
                 if self._settings.colocated:  # a sampler takes its memory at its start
                     await started
                     shared = await runtime.trainer.gpus()
             if runtime.samplers is not None:
                 spec = replace(self._spec, shared_gpus=shared)
                 servers = self._servers = launch_servers(self._settings, spec, self._to_end)
-                tasks.create_task(progress.during(self._sampler, self._await_servers(servers)))
+                tasks.create_task(during(self._sampler, self._await_servers(servers)))
         if runtime.samplers is not None:
             await self._open(runtime.samplers, servers)
 
@@ -267,21 +275,6 @@ class BaseProcesses:
             await servers.ready()
         except SamplerError as error:
             raise SamplerError(f"{self._sampler}: {error}") from error
-
-
-class Progress:
-    """Parts that a start waits for."""
-
-    def __init__(self, parts: Collection[str], report: ReportParts) -> None:
-        self._waiting_for = {*parts}
-        self._report = report
-
-    async def during(self, part: str, ready: Awaitable[None]) -> None:
-        """Wait for a part."""
-        await ready
-        _log.info("%s: ready", part)
-        self._waiting_for.discard(part)
-        await self._report(self._waiting_for)
 
 
 async def _restore(versions: Iterator[WeightVersion], spill: TmpfsSpill) -> None:

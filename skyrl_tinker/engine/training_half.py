@@ -65,7 +65,8 @@ def compose_training(
     drift_monitor = DriftMonitor(warnings, trainer, samplers, facts, metrics, tokens=tokens, bound=bound)
     snapshot_dir, recovery = directories.snapshot_dir, settings.recovery
     copies = open_storage(snapshot_dir, settings.snapshot_url, "models")
-    snapshots = SnapshotKeeper(store, trainer, commits, snapshot_dir, versions.keep_sampled, copies, recovery)
+    kept = snapshot_dir, versions.keep_sampled, copies, recovery, lanes.saves_until
+    snapshots = SnapshotKeeper(store, trainer, commits, *kept)
 
     def written(row: QueuedRow) -> None:
         lanes.write_ended(row)

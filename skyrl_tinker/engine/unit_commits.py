@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_tinker.domain.ids import Effect
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
+from skyrl_tinker.engine.outbox import Outbox
 from skyrl_tinker.store.database.group_commit import Op
-from skyrl_tinker.store.futures.finish import Ran
+from skyrl_tinker.store.futures.finish import FutureOutcome, Ran
 
 MOST = 64
 """Most units in one transaction."""

@@ -9,9 +9,9 @@ START_VERSION = "default"
 MAX_SEQUENCES = 256
 """Most sequences of one sample that are decoded at the same time, and most of one call."""
 
-LONE_SEQUENCES = 384
-"""Most sequences that a sampler on a CPU gets of a session that is alone: more than MAX_SEQUENCES, so that it
-need not wait while those of a batch, which began and end together, are answered and replaced one by one."""
+LONE_SEQUENCES = {"cuda": MAX_SEQUENCES, "cpu": 384}
+"""Most sequences that a sampler gets of a lone session, by device: on a CPU more than MAX_SEQUENCES, since it
+should not wait while those of a batch, which began and end together, are replaced one by one."""
 
 RESERVED_SEQUENCES = 64
 """Further sequences that a sampler decodes, reserved for sessions that have none in flight."""

@@ -9,7 +9,7 @@ from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import BaseModelFacts, Way
 from skyrl_tinker.server.gpu_division import divide
 from skyrl_tinker.server.memory_estimate import SAMPLER, TRAINER, Demand, MemoryEstimate, MemoryLine
-from skyrl_tinker.weight_sync.factory import choose, ways_of
+from skyrl_tinker.weight_sync.factory import TRANSPORTS, choose
 
 MOST_TOKENS = 16384
 """Largest useful row: the weights' gathering and the launches vanish beside it."""
@@ -67,7 +67,7 @@ def _plan(estimates: Sequence[MemoryEstimate]) -> CapacityPlan:
     estimate = next((each for each in estimates if each.half_cached), estimates[-1])
     longest = estimate.small.tokens_within(estimate.row_room())
     problem, place = _problem(estimate, longest)
-    weights_by, _ = ways_of(choose("auto", "cuda", colocated=estimate.division.colocated))
+    weights_by, _ = TRANSPORTS[choose("auto", "cuda", colocated=estimate.division.colocated)].ways
     return CapacityPlan(
         problem, place, estimate.lines(), _choices(estimate), longest, estimate.room, weights_by
     )

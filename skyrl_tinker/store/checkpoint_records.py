@@ -16,9 +16,9 @@ from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id, values_of
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
 from skyrl_tinker.store.database.tables import ApiKey, Model, SavedCheckpoint, Session
-from skyrl_tinker.store.model_records import spec_columns, spec_from_row
+from skyrl_tinker.store.model_records import columns_of, spec_from_row
 from skyrl_tinker.store.owners import OWNER_NAME, within
 from skyrl_tinker.store.sampling_sessions import is_held
 
@@ -82,7 +82,7 @@ def add(conn: Connection, new: NewCheckpoint, *, replace: bool) -> int:
             "choose another name or delete it first"
         )
     _REPLACE.change(conn, {**same, "at": now})
-    values = {**_columns(new), "created_at": now, "directory": to_stored(conn, new.directory)}
+    values = {**columns_of(new), "created_at": now, "directory": to_stored(conn, new.directory)}
     number = insert_id(conn, _ADD, values)
     (row,) = _BY_ID.rows(conn, {"of": number})
     _audit(conn, checkpoint_from_row(conn, row), "create", size_bytes=new.size_bytes)
@@ -94,15 +94,6 @@ def find(
 ) -> CheckpointRow | None:
     """Return a checkpoint that the caller sees, or a published one; None if unknown, deleted or expired."""
     return _find_named(conn, or_(within(reach), SavedCheckpoint.public), model_id, kind, name)
-
-
-def find_of_any_owner(
-    conn: Connection, model_id: ModelId, kind: CheckpointKind, name: str
-) -> CheckpointRow | None:
-    """Return a checkpoint of any owner: for the engine, before it saves."""
-    named = {"model_id": model_id, "kind": kind, "name": name, "now": database_time(conn)}
-    row = _OF_ANY_OWNER.row(conn, named)
-    return None if row is None else checkpoint_from_row(conn, row)
 
 
 def by_id(conn: Connection, checkpoint_id: int) -> CheckpointRow | None:
@@ -218,9 +209,6 @@ _REPLACE = Prepared(
     .values(deleted_at=bindparam("at"))
 )
 _BY_ID = Prepared(WITH_MODEL.where(SavedCheckpoint.id == bindparam("of")))
-_OF_ANY_OWNER = Prepared(
-    _IN_ORDER.where(Model.model_id == bindparam("model_id"), *_KIND_AND_NAME, *_live(_NOW))
-)
 _DIRECTORIES = Prepared(select(SavedCheckpoint.directory).where(_OF_MODEL))
 _GARBAGE = Prepared(
     _IN_ORDER.where(
@@ -230,12 +218,6 @@ _GARBAGE = Prepared(
         SavedCheckpoint.id > bindparam("after"),
     ).limit(bindparam("most"))
 )
-
-
-def _columns(new: NewCheckpoint) -> dict[str, Any]:
-    values = values_of(new)
-    mappings = {name: dict(values[name]) for name in ("optimizer_config", "user_metadata")}
-    return {**values, **mappings, **spec_columns(values.pop("spec"))}
 
 
 def _select(conn: Connection, *where: ColumnElement[bool]) -> list[CheckpointRow]:

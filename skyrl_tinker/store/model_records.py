@@ -8,7 +8,6 @@ from sqlalchemy import (
     BindParameter,
     ColumnElement,
     Connection,
-    Select,
     bindparam,
     func,
     insert,
@@ -21,7 +20,7 @@ from skyrl_tinker.domain.ids import ModelId, ModelKey, ModelState, Reach, Sessio
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id
+from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time, insert_id, values_of
 from skyrl_tinker.store.database.tables import Model, Session, StepPoint
 from skyrl_tinker.store.owners import within
 
@@ -70,7 +69,8 @@ class ModelRow(NewModel):
 def find(conn: Connection, reach: Reach, model_id: ModelId) -> ModelRow | None:
     """Return a model that the caller sees, None if there is none of this id."""
     query = select(Model.__table__).join(Session, Session.session_id == Model.session_id)
-    return _find_one(conn, query.where(Model.model_id == model_id, within(reach)))
+    row = conn.execute(query.where(Model.model_id == model_id, within(reach))).one_or_none()
+    return None if row is None else _model(row)
 
 
 def by_id(conn: Connection, model_id: ModelId) -> ModelRow | None:
@@ -96,26 +96,14 @@ def list_ready(conn: Connection, base_model: Collection[str]) -> list[ModelRow]:
 
 def list_for_session(conn: Connection, session_id: SessionId) -> list[ModelRow]:
     """Return the models of a session, in order of creation."""
-    query = select(Model.__table__).where(Model.session_id == session_id).order_by(Model.key)
-    return _select(conn, query)
+    return [_model(row) for row in conn.execute(_IN_ORDER.where(Model.session_id == session_id))]
 
 
 def add(conn: Connection, new: NewModel, state: ModelState, reason: str | None) -> ModelKey:
     """Insert a model. The caller has looked for duplicates in the same transaction."""
     now = database_time(conn)
-    values = {
-        "model_id": new.model_id,
-        "session_id": new.session_id,
-        "model_seq_id": new.model_seq_id,
-        "base_model": new.base_model,
-        "optimizer_config": dict(new.optimizer_config),
-        "user_metadata": dict(new.user_metadata),
-        "state": state,
-        "state_reason": reason,
-        "created_at": now,
-        "last_request_at": now,
-        **spec_columns(new.spec),
-    }
+    own = {"model_id": new.model_id, "state": state, "state_reason": reason}
+    values = {**columns_of(new), **own, "created_at": now, "last_request_at": now}
     return ModelKey(insert_id(conn, insert(Model), values))
 
 
@@ -180,6 +168,13 @@ def steps_at(seq_id: InstrumentedAttribute[int | None] | BindParameter[int]) -> 
 _STEPS = Prepared(select(steps_at(bindparam("seq_id"))).where(Model.key == bindparam("of")))
 
 
+def columns_of(new: Any) -> dict[str, Any]:
+    """Return the columns of a new model or checkpoint by the names of its fields."""
+    values = values_of(new)
+    mappings = {name: dict(values[name]) for name in ("optimizer_config", "user_metadata")}
+    return {**spec_columns(values.pop("spec")), **values, **mappings}
+
+
 def spec_columns(spec: LoraSpec) -> dict[str, Any]:
     return {
         "lora_rank": spec.rank,
@@ -193,15 +188,6 @@ def spec_columns(spec: LoraSpec) -> dict[str, Any]:
 def spec_from_row(row: AnyRow) -> LoraSpec:
     """Return the LoraSpec in a row that has `spec_columns`."""
     return LoraSpec(row.lora_rank, row.seed, row.train_mlp, row.train_attn, row.train_unembed)
-
-
-def _find_one(conn: Connection, query: Select[Any]) -> ModelRow | None:
-    row = conn.execute(query).one_or_none()
-    return None if row is None else _model(row)
-
-
-def _select(conn: Connection, query: Select[Any]) -> list[ModelRow]:
-    return [_model(row) for row in conn.execute(query)]
 
 
 def _model(row: AnyRow) -> ModelRow:

@@ -6,7 +6,6 @@ from sqlalchemy import ColumnElement, Connection, bindparam, func, select, true,
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach, SessionId
 from skyrl_tinker.errors import NotFoundError
-from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.tables import ApiKey, Session
 
 LOCAL_OWNER = "local"
@@ -37,7 +36,6 @@ def reaches(reach: Reach, owner: OwnerId | None) -> bool:
 OWNED = Session.owner_id.is_not_distinct_from(bindparam("owner"))
 """The condition of `owned_by`, with a parameter, for statements that are built once."""
 
-_SESSION = Prepared(select(Session.session_id).where(Session.session_id == bindparam("session_id"), OWNED))
 
 NO_PROJECT = "default"
 """Project of sessions without one. Any name is a project as soon as a session has it."""
@@ -48,13 +46,7 @@ def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
     return func.coalesce(Session.project_id, NO_PROJECT).in_(project_ids)
 
 
-def require_session(conn: Connection, owner: OwnerId | None, session_id: SessionId) -> None:
-    """Raise NotFoundError if this owner has no such session."""
-    if _SESSION.row(conn, {"session_id": session_id, "owner": owner}) is None:
-        raise NotFoundError(f"no session {session_id}")
-
-
-def require_within(conn: Connection, reach: Reach, session_id: SessionId) -> None:
+def require_session(conn: Connection, reach: Reach, session_id: SessionId) -> None:
     """Raise NotFoundError if the caller sees no such session."""
     query = select(Session.session_id).where(Session.session_id == session_id, within(reach))
     if conn.scalar(query) is None:

@@ -24,7 +24,7 @@ from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time
 from skyrl_tinker.store.database.tables import AdapterVersion, Model, SamplingSession, Session
-from skyrl_tinker.store.owners import OWNED, owned_by
+from skyrl_tinker.store.owners import OWNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,13 @@ def find(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId)
     return _found(_OF_OWNER.row(conn, {"of": sampling_session_id, "owner": reach}))
 
 
+def require(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId) -> SamplingSessionRow:
+    """Return a sampling session that the caller sees. Raises NotFoundError."""
+    if (row := find(conn, reach, sampling_session_id)) is None:
+        raise NotFoundError(f"no sampling session {sampling_session_id}")
+    return row
+
+
 def get(conn: Connection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:
     return _found(_BY_ID.row(conn, {"of": sampling_session_id}))
 
@@ -108,15 +115,7 @@ def add_client(conn: Connection, owner: OwnerId | None, sampling_session_id: Sam
 
     Raises NotFoundError (no sampling session), GoneError (session finished).
     """
-    query = (
-        select(Session.session_id, Session.finished_at, Session.finish_reason)
-        .join(SamplingSession, SamplingSession.session_id == Session.session_id)
-        .where(SamplingSession.sampling_session_id == sampling_session_id, owned_by(owner))
-    )
-    row = conn.execute(query).one_or_none()
-    if row is None:
-        raise NotFoundError(f"no sampling session {sampling_session_id}")
-    session_records.check_live(row)
+    session_records.require_live(conn, require(conn, owner, sampling_session_id).session_id)
     joined = (
         update(SamplingSession)
         .where(SamplingSession.sampling_session_id == sampling_session_id)

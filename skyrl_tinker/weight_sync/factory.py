@@ -3,7 +3,6 @@
 from typing import Literal
 
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.domain.values import Way
 from skyrl_tinker.errors import StartupError
 from skyrl_tinker.weight_sync.cuda_ipc import CudaIpcTransport
 from skyrl_tinker.weight_sync.gloo import GlooTransport
@@ -29,7 +28,7 @@ _SENDING: dict[TransportName, type[SenderTransport]] = {
     "torch_gloo": TorchGlooTransport,
     "torch_nccl": TorchNcclTransport,
 }
-_TRANSPORTS: dict[TransportName, type[WeightTransport]] = {"shared_memory": SharedMemoryTransport, **_SENDING}
+TRANSPORTS: dict[TransportName, type[WeightTransport]] = {"shared_memory": SharedMemoryTransport, **_SENDING}
 
 
 def choose(setting: Setting, device: Device, *, colocated: bool, torch_groups: bool = False) -> TransportName:
@@ -57,16 +56,6 @@ def choose(setting: Setting, device: Device, *, colocated: bool, torch_groups: b
             f"weight_transport {setting} does not fit device cuda with placement {placement}: set {fitting}"
         )
     return fitting
-
-
-def backend_of(name: TransportName) -> str:
-    """Return the backend that a sampler's weight transfer, or a group of torch, must name."""
-    return _TRANSPORTS[name].backend
-
-
-def ways_of(name: TransportName) -> tuple[Way, Way]:
-    """Return the way to replicas of this host, and to those of others."""
-    return _TRANSPORTS[name].ways
 
 
 def make_transport(

@@ -18,12 +18,12 @@ from torch._C._distributed_c10d import PrefixStore
 from skyrl_tinker.errors import SamplerError, StartupError, TrainerError
 from skyrl_tinker.training.checkpoints.tensor_files import write_tensors
 from skyrl_tinker.training.weight_share import WeightShare
-from skyrl_tinker.weight_sync import nccl
+from skyrl_tinker.weight_sync import factory, nccl
 from skyrl_tinker.weight_sync.broadcast import BroadcastSender, BroadcastTransport
 from skyrl_tinker.weight_sync.captured_chunks import CapturedSource
 from skyrl_tinker.weight_sync.chunk_buffer import ChunkBuffer, ChunkSource, FileSource
 from skyrl_tinker.weight_sync.chunks import read_chunks
-from skyrl_tinker.weight_sync.factory import TransportName, backend_of, choose, make_transport, ways_of
+from skyrl_tinker.weight_sync.factory import TransportName, choose, make_transport
 from skyrl_tinker.weight_sync.gloo import open_port
 from skyrl_tinker.weight_sync.nccl import NcclSender
 from skyrl_tinker.weight_sync.torch_groups import GROUP, TorchNcclSender
@@ -330,10 +330,14 @@ def test_samplers_in_groups_of_torch_have_the_backend_of_the_device() -> None:
     ],
 )
 def test_each_transport_names_its_engine(name: TransportName, backend: str) -> None:
-    assert backend_of(name) == backend
+    assert factory.TRANSPORTS[name].backend == backend
     assert make_transport(name, ThreadSenders(1), LIMIT).backend == backend
 
 
 def test_each_transport_names_its_ways_within_a_host_and_across() -> None:
-    assert ways_of("shared_memory") == ("shared memory", "pull")
-    assert [ways_of(name)[0] for name in ("gloo", "nccl", "cuda_ipc")] == ["gloo", "nccl", "cuda ipc"]
+    assert factory.TRANSPORTS["shared_memory"].ways == ("shared memory", "pull")
+    assert [factory.TRANSPORTS[name].ways[0] for name in ("gloo", "nccl", "cuda_ipc")] == [
+        "gloo",
+        "nccl",
+        "cuda ipc",
+    ]

@@ -19,7 +19,7 @@ from sqlalchemy.exc import OperationalError
 from skyrl_tinker.domain.ids import FutureStatus
 from skyrl_tinker.domain.values import Failure, Usage
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, Outbox, failure_of, json_answer
+from skyrl_tinker.engine.outbox import Outbox, failure_of, json_answer
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import DiskFullError, StateLostError, StatementError, UserError
 from skyrl_tinker.store import server_state, stability_records
@@ -28,9 +28,9 @@ from skyrl_tinker.store.database.sqlite_database import WalCheckpointer
 from skyrl_tinker.store.database.tables import Result
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import outcomes, queue
+from skyrl_tinker.store.futures.finish import FutureOutcome, FutureResult
 from skyrl_tinker.store.futures.outcomes import Outcome
 from skyrl_tinker.store.futures.queue import QueuedRow
-from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.stability_records import SequenceRecord
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal, recorded
@@ -232,7 +232,8 @@ async def test_only_what_replay_needs_keeps_its_body(store: Store, sender: Outbo
     results = zip((row.id for row in rows), [RESULT, REFUSED] * 2, strict=True)
     await sender.send(results, replayed={row.id for row in rows[:2]})
     with reading(store) as conn:
-        assert unit_records.read_bodies(conn, [row.id for row in rows]).keys() == {row.id for row in rows[:2]}
+        kept = queue.read_bodies(conn, [row.id for row in rows], ended=True)
+    assert kept.keys() == {row.id for row in rows[:2]}
 
 
 async def test_a_request_counts_as_answered_once_its_result_is_committed(
@@ -282,15 +283,15 @@ async def test_a_result_that_waits_for_its_commit_when_the_store_closes_is_on_di
 async def test_a_read_waits_for_a_database_that_fails_for_a_moment(store: Store, commits: Commits) -> None:
     read = failing_first(partial(server_state.get, key="k"), [UserError("no"), disk_error()])
     with pytest.raises(UserError):
-        await outbox.read_persistently(store, read)
+        await outbox.persistently(store.read, read)
     await store.write(put)
-    assert await outbox.read_persistently(store, read) == 1
+    assert await outbox.persistently(store.read, read) == 1
 
 
 async def test_a_statement_that_fails_each_time_is_named(store: Store, commits: Commits) -> None:
     read = Mock(side_effect=lambda conn: conn.execute(text("SELECT * FROM no_such")))
     with pytest.raises(StatementError, match=r"3 times \(no such table: no_such\): SELECT \* FROM no_such"):
-        await outbox.read_persistently(store, read)
+        await outbox.persistently(store.read, read)
     assert read.call_count == outbox.STATEMENT_TRIES
 
 

@@ -162,7 +162,7 @@ async def test_a_unit_is_recorded_with_its_answers_and_the_bodies_that_replay_ne
         assert created.model_key is not None
         ran = unit_records.ran_after(conn, created.model_key, 0)
         next_seq = unit_records.next_seq(conn, created.model_key)
-        bodies = unit_records.read_bodies(conn, [backward.id, forward.id])
+        bodies = queue.read_bodies(conn, [backward.id, forward.id], ended=True)
     assert [(each.row.status, each.unit, each.effect, each.row_budget) for each in ran] == [
         (FutureStatus.DONE, 7, Effect.GRADIENTS, 2048)
     ], "a forward has nothing to repeat"

@@ -109,7 +109,7 @@ async def test_what_is_published_and_dropped_never_fails(
         await samplers.load(version)
         await samplers.announce(version)
         await samplers.announce(samplers.target(MODEL, version))
-        await samplers.end_loan(version)
+        await samplers.swaps.end_loan(version)
         await samplers.unload(version)
 
 

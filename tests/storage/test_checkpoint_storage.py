@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -428,7 +427,7 @@ async def test_weights_are_waited_for_while_the_storage_is_away(
     storage.store(directory)
     shutil.rmtree(directory)
     with s3.away():
-        waiting = asyncio.ensure_future(when_possible(partial(storage.fetch_off_loop, directory)))
+        waiting = asyncio.ensure_future(when_possible(storage.fetch_off_loop, directory))
         await until(lambda: "tried again in" in caplog.text)
         assert not waiting.done()
         assert storage.listed("[0-9]*") == ()

@@ -24,7 +24,7 @@ async def run_pass(
 
 def end_all(conn: Connection) -> None:
     ids = list(conn.scalars(select(Future.id)))
-    finish.succeed_all(conn, dict.fromkeys(ids, ("t", b"", finish.NO_USAGE)), ids)
+    finish.finish_all(conn, dict.fromkeys(ids, finish.FutureResult("t", b"")), ids)
 
 
 def stored(store: Store, model: ModelRow) -> list[int | None]:

@@ -47,6 +47,7 @@ class ScriptedSamplers:
         self.prompt_logprob = -1.5
         self.paused: str | None = None
         self.replicas: tuple[ReplicaView, ...] = ()
+        self.swaps = self.transport = self
         self.takes_captured = False
         self.lent: dict[VersionId, CapturedSteps] = {}
         self.taken: list[str] = []

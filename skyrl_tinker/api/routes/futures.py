@@ -26,7 +26,7 @@ from skyrl_tinker.protocol.schemas.futures import (
     RetrieveFuturesResponse,
     TryAgainResponse,
 )
-from skyrl_tinker.store import audit_log
+from skyrl_tinker.store import audit_log, sampling_sessions
 from skyrl_tinker.store.futures import cancellation, completions
 from skyrl_tinker.store.futures.completions import Completion
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -113,7 +113,7 @@ async def retrieve_futures(request: Request, deps: Deps, reach: Reached) -> Retr
     """Return samples that finished after `prev_cursor`, in order of finishing; none on timeout."""
     message = await read_model(request, RetrieveFuturesRequest)
     session_id = SamplingSessionId(message.target.sampling_session_id)
-    await deps.store.read(lambda conn: completions.require_sampler(conn, reach, session_id))
+    await deps.store.read(lambda conn: sampling_sessions.require(conn, reach, session_id))
     longest = deps.settings.timeouts.long_poll_s
     timeout_s = longest if message.timeout is None else min(message.timeout, longest)
     clone = message.target.cloned_sampler_id

@@ -41,9 +41,12 @@ async def models(deps: Deps) -> ModelList:
 @root.get("/models/{model:path}", summary="A base model, or weights for sampling")
 async def retrieve_model(model: str, deps: Deps, owner: Owner) -> ListedModel:
     def find(conn: Connection) -> int:
-        found = openai_models.find(conn, owner, model, deps.bases)
-        deps.bases.require_sampled(model if found is None else found[0].base_model)
-        return 0 if found is None else int(found[0].created_at)
+        if deps.bases.find(model) is not None:
+            deps.bases.require_sampled(model)
+            return 0
+        row, _ = openai_models.find_weights(conn, owner, model, deps.bases)
+        deps.bases.require_sampled(row.base_model)
+        return int(row.created_at)
 
     return ListedModel(id=model, created=await deps.store.fetch(find))
 

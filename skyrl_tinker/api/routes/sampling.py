@@ -13,7 +13,7 @@ from skyrl_tinker.api.services import Deps, Owner, Reached, Services, caller_of
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import OwnerId, SamplingSessionId, SessionId, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
+from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.sampling import (
@@ -77,10 +77,8 @@ def _target(
 @router.get("/samplers/{sampler_id}", summary="Describe a sampling session: base model and checkpoint path")
 async def get_sampler(sampler_id: str, deps: Deps, reach: Reached) -> GetSamplerResponse:
     row = await deps.store.read(
-        lambda conn: sampling_sessions.find(conn, reach, SamplingSessionId(sampler_id))
+        lambda conn: sampling_sessions.require(conn, reach, SamplingSessionId(sampler_id))
     )
-    if row is None:
-        raise NotFoundError(f"no sampling session {sampler_id}")
     return GetSamplerResponse(
         sampler_id=row.sampling_session_id, base_model=row.base_model, model_path=row.model_path
     )

@@ -90,7 +90,7 @@ async def finish_session(
     message = await read_model(request, FinishSessionRequest)
 
     def finish(conn: Connection) -> None:
-        owners.require_within(conn, reach, SessionId(session_id))
+        owners.require_session(conn, reach, SessionId(session_id))
         session_records.finish(conn, SessionId(session_id), message.reason.type, message.detail)
         audit_log.record_admin(conn, reach, owner, "finish", session_id=session_id)
 

@@ -5,10 +5,11 @@ from types import MappingProxyType
 
 from skyrl_tinker.domain.ids import RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure, WeightVersion
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer
+from skyrl_tinker.engine.outbox import Outbox, json_answer
 from skyrl_tinker.engine.sampler.sampler_driver import SamplerDriver
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.protocol.queue_views import SamplingView
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow
 
 CANCELLED = Failure("this sample was cancelled by its client (cancel_future)", "user")

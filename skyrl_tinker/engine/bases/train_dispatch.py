@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import read_persistently
-from skyrl_tinker.engine.scheduling.lanes import Gap, LaneStatus
-from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
+from skyrl_tinker.engine.outbox import persistently
+from skyrl_tinker.engine.scheduling.lanes import Gap
 from skyrl_tinker.engine.trainer.trainer_driver import TrainerDriver
-from skyrl_tinker.protocol.queue_views import TrainingView
+from skyrl_tinker.protocol.queue_views import LaneView, TrainingView
 from skyrl_tinker.store.futures import queue
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
@@ -17,11 +16,11 @@ from skyrl_tinker.store.store import Store
 class TrainDispatch:
     """Models of base models that are not trained here are at the first driver: they are parked, or fail."""
 
-    def __init__(self, drivers: Sequence[TrainerDriver], store: Store, metrics: Metrics) -> None:
+    def __init__(self, drivers: Sequence[TrainerDriver], store: Store) -> None:
         """`drivers`: one for each base model that is trained, at least one."""
         self.drivers = drivers
+        self._lanes = [driver.requests.lanes for driver in drivers]
         self._store = store
-        self._metrics = metrics
         self._of = {name: driver for driver in drivers for name in driver.facts.names}
 
     def _driver(self, base_model: str | None) -> TrainerDriver:
@@ -34,7 +33,7 @@ class TrainDispatch:
         """
         await self.drivers[0].sweep()
         next_seqs = {model: seq for driver in self.drivers for model, seq in (await driver.resume()).items()}
-        return await read_persistently(self._store, lambda conn: queue.before_waiting(conn, next_seqs))
+        return await persistently(self._store.read, lambda conn: queue.before_waiting(conn, next_seqs))
 
     async def submit(self, rows: Sequence[QueuedRow]) -> None:
         """Accept requests, those of each model in the order of their arrival. They may arrive twice."""
@@ -42,21 +41,19 @@ class TrainDispatch:
         for row in rows:
             by_driver.setdefault(self._driver(row.base_model), []).append(row)
         for driver, own in by_driver.items():
-            looked_up = await driver.requests.look_up(own)
-            self._metrics.arrived(own)  # no other task runs between this and the lanes
-            await driver.requests.submit(own, looked_up)
+            await driver.requests.submit(own)
 
     def views(self) -> dict[str, TrainingView]:
         """Return the queues by the name of their base model."""
         return {driver.facts.name: driver.view() for driver in self.drivers}
 
-    def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
+    def lane_statuses(self) -> dict[ModelKey, LaneView]:
         """Return the lanes with waiting rows."""
-        return {model: lane for each in self.drivers for model, lane in each.requests.lane_statuses().items()}
+        return {model: lane for lanes in self._lanes for model, lane in lanes.statuses().items()}
 
     def gaps(self) -> dict[ModelKey, Gap]:
         """Return the current gaps of lanes."""
-        return {model: gap for each in self.drivers for model, gap in each.requests.gaps().items()}
+        return {model: gap for lanes in self._lanes for model, gap in lanes.gaps().items()}
 
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
         """Fail requests that waited too long; later ones go on, as after any failed request."""
@@ -66,8 +63,8 @@ class TrainDispatch:
 
     async def give_up(self, failures: Mapping[ModelKey, Failure]) -> None:
         """Fail all requests of these models with gaps, waiting and future ones."""
-        for driver in self.drivers:
-            if own := {model: failure for model, failure in failures.items() if driver.requests.knows(model)}:
+        for driver, lanes in zip(self.drivers, self._lanes, strict=True):
+            if own := {model: failure for model, failure in failures.items() if lanes.knows(model)}:
                 await driver.requests.give_up(own)
 
     def release(self, model: ModelKey, base_model: str) -> None:

@@ -7,10 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
 from typing import Protocol
 
-from skyrl_tinker.config import Phases, Settings
+from skyrl_tinker.config import Phases
 from skyrl_tinker.engine.colocation.phases import PhaseState, PhaseTotals, PhaseView, due_in
 
 TICK_S = 0.001
@@ -19,66 +18,55 @@ _log = logging.getLogger(__name__)
 _SWITCHES = {PhaseState.SAMPLING: PhaseState.TO_TRAINING, PhaseState.TRAINING: PhaseState.TO_SAMPLING}
 
 
-class Placement(Protocol):
-    """Contexts around every use of trainer or samplers; they wait for the phase of that side."""
+_FREE: AbstractAsyncContextManager[None] = nullcontext()
+_AWAKE: AbstractAsyncContextManager[bool] = nullcontext(True)
+
+
+class Placement:
+    """Contexts around every use of trainer or samplers; they wait for the phase of that side.
+
+    On separate devices, as here, there are no phases: both sides work at any time.
+    """
 
     def training(self) -> AbstractAsyncContextManager[None]:
         """Enclose a unit of trainer work. Inside, the trainer's state is on its devices."""
+        return _FREE
 
     def sampling(self) -> AbstractAsyncContextManager[None]:
         """Enclose a sample. A long one pauses during the trainer's phase and then goes on."""
+        return _FREE
 
     def awake(self) -> AbstractAsyncContextManager[None]:
         """Enclose work that must not pause: changes of adapters, weights, replicas. Samplers are awake."""
+        return _FREE
 
     def updating(self) -> AbstractAsyncContextManager[bool]:
         """Enclose the replacement of all weights, which may happen before the samplers' caches wake.
 
         Yields whether samplers are awake. If not, only their weights are, and they go on after the update.
         """
+        return _AWAKE
 
     @property
     def asleep(self) -> bool:
-        """True while samples pause because it is not their phase."""
+        """True while samplers pause because it is not their phase."""
+        return False
 
     @property
     def trains(self) -> bool:
         """True while the trainer's contexts open without a wait."""
+        return True
 
     @property
     def totals(self) -> Mapping[PhaseState, PhaseTotals]:
         """Phases and switches so far, without the current one."""
+        return {}
 
     async def run(self, samplers: "Sleeper") -> None:
         """Alternate phases until it is cancelled. Before and after, only the samplers' contexts open."""
 
 
-class Separate:
-    """Placement on separate devices: both sides work at any time."""
-
-    asleep = False
-    trains = True
-    totals: Mapping[PhaseState, PhaseTotals] = MappingProxyType({})
-    _free: AbstractAsyncContextManager[None] = nullcontext()
-    _awake: AbstractAsyncContextManager[bool] = nullcontext(True)
-
-    def training(self) -> AbstractAsyncContextManager[None]:
-        return self._free
-
-    def sampling(self) -> AbstractAsyncContextManager[None]:
-        return self._free
-
-    def awake(self) -> AbstractAsyncContextManager[None]:
-        return self._free
-
-    def updating(self) -> AbstractAsyncContextManager[bool]:
-        return self._awake
-
-    async def run(self, samplers: "Sleeper") -> None:
-        """Return at once: there are no phases."""
-
-
-SEPARATE = Separate()
+SEPARATE = Placement()
 
 
 class Movable(Protocol):
@@ -121,7 +109,7 @@ class _Side:
 
 
 @dataclass(eq=False)
-class Colocated:
+class Colocated(Placement):
     """Placement on shared devices. The first phase is the samplers': trainer offloaded, samplers awake."""
 
     _trainer: Movable
@@ -131,8 +119,8 @@ class Colocated:
     def __post_init__(self) -> None:
         self._sides = {PhaseState.TRAINING: _Side(), PhaseState.SAMPLING: _Side()}
         self._totals = {state: PhaseTotals() for state in PhaseState}
-        self._state = PhaseState.SAMPLING
-        self._sides[self._state].opened.set()
+        self.state = PhaseState.SAMPLING
+        self._sides[self.state].opened.set()
         self._updates = 0  # in their context or waiting for it
         self._updatable = asyncio.Event()  # set while the samplers' weights are awake
         self._updatable.set()
@@ -141,16 +129,12 @@ class Colocated:
         self._changed = asyncio.Event()
 
     @property
-    def state(self) -> PhaseState:
-        return self._state
-
-    @property
     def asleep(self) -> bool:
-        return self._state is not PhaseState.SAMPLING
+        return self.state is not PhaseState.SAMPLING
 
     @property
     def trains(self) -> bool:
-        return self._state is PhaseState.TRAINING
+        return self.state is PhaseState.TRAINING
 
     @property
     def totals(self) -> Mapping[PhaseState, PhaseTotals]:
@@ -170,7 +154,7 @@ class Colocated:
         self._updates += 1
         try:
             async with self._phase(PhaseState.SAMPLING, pinned=1, opened=self._updatable):
-                yield self._state is PhaseState.SAMPLING
+                yield self.state is PhaseState.SAMPLING
         finally:
             self._updates -= 1
             self._changed.set()
@@ -180,9 +164,10 @@ class Colocated:
             while True:
                 self._switch_if_due()
                 self._changed.clear()
-                if self._state in self._sides:
+                if self.state in self._sides:
+                    due_s = self._due_in()
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(_finite(self._due_in())):
+                        async with asyncio.timeout(None if math.isinf(due_s) else due_s):
                             await self._changed.wait()
                 else:
                     await self._switch(samplers)
@@ -223,25 +208,23 @@ class Colocated:
     def _switch_if_due(self) -> None:
         """Begin a due switch immediately, not in a task: the next context might pin the phase again."""
         if self._due_in() <= TICK_S:
-            self._sides[self._state].opened.clear()
+            self._sides[self.state].opened.clear()
             self._updatable.clear()
             self._closed_at = self._clock()
-            self._set_state(_SWITCHES[self._state])
+            self._set_state(_SWITCHES[self.state])
         self._changed.set()
 
     def _due_in(self) -> float:
-        here = self._sides.get(self._state)
+        here = self._sides.get(self.state)
         if here is None or here.pinned or here.waiting:  # those that wait here are about to enter
             return math.inf
-        there = self._sides[
-            PhaseState.TRAINING if self._state is PhaseState.SAMPLING else PhaseState.SAMPLING
-        ]
+        there = self._sides[PhaseState.TRAINING if self.state is PhaseState.SAMPLING else PhaseState.SAMPLING]
         now = self._clock()
         view = PhaseView(now - self._since, here.idle(now, self._since), there.waited(now, self._closed_at))
         return due_in(view, self._limits)
 
     async def _switch(self, samplers: Sleeper) -> None:
-        if self._state is PhaseState.TO_TRAINING:
+        if self.state is PhaseState.TO_TRAINING:
             await samplers.sleep()
             await self._trainer.onload()
             self._open(PhaseState.TRAINING)
@@ -269,10 +252,10 @@ class Colocated:
 
     def _set_state(self, state: PhaseState) -> None:
         now = self._clock()
-        totals = self._totals[self._state]
+        totals = self._totals[self.state]
         totals.count += 1
         totals.seconds += now - self._since
-        self._state, self._since = state, now
+        self.state, self._since = state, now
 
 
 class AwakeLock:
@@ -281,7 +264,6 @@ class AwakeLock:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._lock = asyncio.Lock()
-        self._awake: AbstractAsyncContextManager[None] | None = None
 
     @property
     def held(self) -> bool:
@@ -293,33 +275,8 @@ class AwakeLock:
         async with self._lock, self._placement.updating() as awake:
             yield awake
 
-    async def __aenter__(self) -> None:
-        """Acquire the lock first: waiting for it must not keep the samplers awake."""
-        await self._lock.acquire()
-        awake = self._placement.awake()
-        try:
-            await awake.__aenter__()
-        except BaseException:  # a wait that was cancelled, or failed, must leave the lock to the others
-            self._lock.release()
-            raise
-        self._awake = awake
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        awake, self._awake = self._awake, None
-        assert awake is not None
-        try:
-            await awake.__aexit__(kind, error, trace)
-        finally:
-            self._lock.release()
-
-
-def _finite(seconds: float) -> float | None:
-    return None if math.isinf(seconds) else seconds
-
-
-def make_placement(settings: Settings, trainer: Movable) -> Placement:
-    if settings.colocated:
-        return Colocated(trainer, settings.phases)
-    return SEPARATE
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Hold the lock; waiting for it does not keep the samplers awake."""
+        async with self._lock, self._placement.awake():
+            yield

@@ -139,9 +139,9 @@ class OpenAIRelay:
         """Count the tokens of an answer, as for asample. No client waits for it, or fails with it."""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         used = Usage(usage["prompt_tokens"], cached, usage.get("completion_tokens") or 0)
-        self._metrics.sampled_tokens(self._base_model, used.output_tokens, call.owner)
+        self._metrics.sampled(self._base_model, used.output_tokens, call.owner)
         add = partial(usage_records.add_openai, owner=call.owner, base_model=self._base_model, usage=used)
-        task = asyncio.create_task(persistently(lambda: self._store.write(add)))
+        task = asyncio.create_task(persistently(self._store.write, add))
         self._counting.add(task)
         task.add_done_callback(self._counting.discard)
 

@@ -1,10 +1,11 @@
 """Drift monitor: after every sync, compares the samplers' logprobs of a probe with the trainer's."""
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey
 from skyrl_tinker.domain.values import BaseModelFacts, Failure, Float32, WeightVersion
@@ -98,7 +99,7 @@ class DriftMonitor:
         if scored.key not in self._scored:  # released meanwhile
             return
         self._compared(gap)
-        self._gaps[scored.key] = _worse(gap, self._gaps.get(scored.key, 0.0))
+        self._gaps[scored.key] = float(np.maximum(gap, self._gaps.get(scored.key, 0.0)))  # NaN if one is
         await self._judge(scored, gap)
 
     def note_replay(self, model: ModelKey) -> None:
@@ -130,7 +131,3 @@ class DriftMonitor:
         )
         _log.warning("%s", warning)
         await self._warnings.warn(scored.key, warning)
-
-
-def _worse(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)

@@ -38,4 +38,4 @@ class WarningBoard:
 
     async def _put(self, warning: str | None) -> None:
         put = partial(server_state.put, key=server_state.WARNING, value=warning)
-        await persistently(lambda: self._store.write(put))
+        await persistently(self._store.write, put)

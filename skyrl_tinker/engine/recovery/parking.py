@@ -10,7 +10,6 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelState
-from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.domain.weight_files import weight_files
 from skyrl_tinker.store import checkpoint_records, model_records, server_state
@@ -76,7 +75,7 @@ def why_parked(conn: Connection, model: ModelRow, cause: str) -> str:
     last = checkpoint_records.latest_for_model(conn, model.key, CheckpointKind.WEIGHTS)
     advice = "it has no checkpoint"
     if last is not None:
-        advice = f"its last checkpoint is {TinkerPath(model.model_id, last.kind, last.name)}"
+        advice = f"its last checkpoint is {last.path}"
     return f"model {model.model_id} is parked: {cause}; {advice}"
 
 

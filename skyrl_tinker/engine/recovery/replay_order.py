@@ -7,6 +7,7 @@ rank, the same to the last bit, also with full parameters; they do not depend on
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from operator import attrgetter
 
 from skyrl_tinker.domain.ids import SAVES, Effect, ModelKey
 from skyrl_tinker.engine.scheduling.row_work import cost, model_of
@@ -15,7 +16,8 @@ from skyrl_tinker.store.replay.unit_records import RanRow
 
 def as_they_ran(rows: Iterable[RanRow]) -> Iterator[list[RanRow]]:
     """Yield the rows of unit after unit."""
-    for _, unit in groupby(sorted(rows, key=_unit), _unit):
+    number = attrgetter("unit")
+    for _, unit in groupby(sorted(rows, key=number), number):
         yield list(unit)
 
 
@@ -43,10 +45,6 @@ def merged(rows: Iterable[RanRow], tokens: int, models: int) -> Iterator[list[Ra
             if not waiting[model]:
                 del waiting[model]
         yield batch
-
-
-def _unit(row: RanRow) -> int:
-    return row.unit
 
 
 def _kind(part: list[RanRow]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.config import Recovery
 from skyrl_tinker.domain.ids import ModelKey, ModelState
-from skyrl_tinker.engine.outbox import persistently, read_persistently
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.recovery.unkept_work import Unkept, UnkeptWork
 from skyrl_tinker.engine.scheduling.priorities import Share
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
@@ -64,6 +64,7 @@ class SnapshotKeeper:
     _keep_sampled: KeepSampled
     _storage: Storage
     _recovery: Recovery
+    _saves_until: Callable[[ModelKey, int], bool]
 
     def __post_init__(self) -> None:
         self.work = UnkeptWork()
@@ -85,12 +86,17 @@ class SnapshotKeeper:
     def would_help(self) -> bool:
         """True if a snapshot would make a replay shorter and none is being written."""
         written = all(task.done() for task in self._writing.values())
-        return written and self.work.any_ready
+        return written and bool(self._ready())
 
     @property
     def owed(self) -> bool:
         """True if a snapshot is to be tried: one that failed is not before its model has run again."""
-        return any(map(self._is_untried, self.work.ready()))
+        return any(map(self._is_untried, self._ready()))
+
+    def _ready(self) -> dict[ModelKey, Unkept]:
+        """Return the models that a snapshot would help: one with an unfinished save before it is not kept."""
+        ready = self.work.ready().items()
+        return {model: each for model, each in ready if not self._saves_until(model, each.clean_at)}
 
     def _is_untried(self, model: ModelKey) -> bool:
         return self._tried.get(model) != self.work.by_model[model].clean_at
@@ -130,7 +136,7 @@ class SnapshotKeeper:
         """
         if not self.would_help:
             return
-        ready = self.work.ready()
+        ready = self._ready()
         order = {model: (self._is_untried(model), self.work.replay_s_of(model)) for model in ready}
         models = nlargest(MODELS_AT_ONCE, order, key=order.__getitem__)
         room = self._trainer.captured
@@ -250,7 +256,7 @@ class SnapshotKeeper:
         except OSError as error:
             _log.warning("snapshots may stay that nobody needs, until the next start: %s", error)
             return
-        dead, snapshots = await persistently(lambda: self._store.fetch(kept))
+        dead, snapshots = await persistently(self._store.fetch, kept)
         for model in sorted(dead):
             await self.forget(model)
         recorded = {_name(Path(each)) for each in snapshots.values()}
@@ -260,7 +266,7 @@ class SnapshotKeeper:
 
     async def remove_replaced(self, model: ModelKey) -> None:
         """Remove files and bodies that the model's committed snapshot has replaced, and surplus forwards."""
-        row = await read_persistently(self._store, partial(snapshot_records.find, model=model))
+        row = await persistently(self._store.read, partial(snapshot_records.find, model=model))
         if row is None:
             await self._drop_bodies(model, 0)
         else:
@@ -280,7 +286,7 @@ class SnapshotKeeper:
         if (writing := self._writing.get(model)) is not None:
             await asyncio.wait([writing])
         async with self._forgetting:
-            await persistently(lambda: self._store.write(lambda conn: snapshot_records.drop(conn, model)))
+            await persistently(self._store.write, lambda conn: snapshot_records.drop(conn, model))
             await self._drop_bodies(model, ALL)
             self._dropped.pop(model, None)
             await self._remove(self._root / str(model))
@@ -318,7 +324,7 @@ class SnapshotKeeper:
         def op(conn: Connection) -> int | None:
             return unit_records.drop_bodies(conn, model, until, self._dropped.get(model, 0))
 
-        while (dropped := await persistently(lambda: self._store.write(op))) is None:
+        while (dropped := await persistently(self._store.write, op)) is None:
             pass
         self._dropped[model] = dropped
 

@@ -67,10 +67,6 @@ class UnkeptWork:
         """Return the seconds that a replay of work takes, of so many models that do not sleep."""
         return models * self.of_model.mean_s + ran.requests * self.of_request.mean_s + ran.ranks_ns / NS
 
-    @property
-    def any_ready(self) -> bool:
-        return any(each.ready for each in self.by_model.values())
-
     def ready(self) -> dict[ModelKey, Unkept]:
         """Return the models that have run something, and have no gradients now."""
         return {key: each for key, each in self.by_model.items() if each.ready}

@@ -124,13 +124,13 @@ class AdapterCache:
         self.require_taken()
         if self._fleet.changing.held:
             return
-        async with self._fleet.changing:
+        async with self._fleet.changing.hold():
             if version.id not in self._loaded and not self._waiting and self._has_room():
                 await self._load(version)
 
     async def unload(self, version: WeightVersion) -> None:
         """Unload a version that no client samples any more, unless a request has begun with it meanwhile."""
-        async with self._fleet.changing:
+        async with self._fleet.changing.hold():
             if version.id not in self._turns:
                 await self._evict(version.id)
                 self._wake()
@@ -175,7 +175,7 @@ class AdapterCache:
             wait.loading = True
             try:
                 self._block(version)
-                async with self._fleet.changing:
+                async with self._fleet.changing.hold():
                     self._unblock(version)
                     if version.id not in self._loaded and self._has_room():
                         await self._load(version)

@@ -1,14 +1,13 @@
 """Unnamed weights for sampling: their number, place and lifetime."""
 
-import asyncio
 import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 from sqlalchemy import Connection
 
@@ -22,6 +21,7 @@ from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.store import weight_versions
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import in_disk_thread, in_transfer_thread
+from skyrl_tinker.system.turns import Turns
 
 RECENT_S = 60.0
 """Seconds after their last sample during which weights count as still sampled."""
@@ -45,7 +45,7 @@ class EphemeralVersions:
     _settings: Settings
 
     def __post_init__(self) -> None:
-        self._turns: WeakValueDictionary[VersionId, asyncio.Lock] = WeakValueDictionary()
+        self._turns = Turns()
         self._began_at = time.monotonic()
         self._moved: set[VersionId] = set()  # to disk, of those that are kept
 
@@ -90,13 +90,12 @@ class EphemeralVersions:
         Call it before a snapshot is recorded: a replay from it could not make them again after a reboot.
         Raises OSError: the disk is full.
         """
-        versions = await persistently(
-            lambda: self._store.fetch(lambda conn: weight_versions.list_ephemeral_versions(conn, model))
-        )
+        find = partial(weight_versions.list_ephemeral_versions, model_key=model)
+        versions = await persistently(self._store.fetch, find)
         old = {version for version in versions[:-1] if self._idle_s(version) >= RECENT_S}
         awaited = set[VersionId]()
         if old:  # else it need not be known which versions all waiting samples want
-            awaited = await persistently(lambda: self._store.fetch(weight_versions.list_awaited_versions))
+            awaited = await persistently(self._store.fetch, weight_versions.list_awaited_versions)
         for version in versions:
             sampled = version not in old or self._idle_s(version) < RECENT_S  # perhaps meanwhile
             if sampled or version.id in awaited:
@@ -125,8 +124,7 @@ class EphemeralVersions:
 
     async def _in_turn(self, work: Callable[[WeightVersion], T], version: WeightVersion) -> T:
         """Run work of the spill on a version, after earlier work on the same version."""
-        async with self._turns.setdefault(version.id, asyncio.Lock()):
-            return await in_transfer_thread(work, version)
+        return await self._turns.run(version.id, partial(in_transfer_thread, work, version))
 
     async def _enforce_cap(self, cap: int) -> None:
         """Drop versions, oldest first, until all are below the cap; the newest of each model stays."""

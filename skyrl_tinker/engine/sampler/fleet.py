@@ -132,7 +132,7 @@ class Fleet:
 
     async def adopt(self, equip: Equip) -> None:
         """Equip external replicas: they may have weights from an earlier server."""
-        async with self.changing:
+        async with self.changing.hold():
             for url in self.client.server_urls:
                 await self._equip(url, equip)
 
@@ -270,7 +270,7 @@ class Fleet:
 
     async def _admit(self, index: int, url: str, equip: Equip) -> None:
         """Equip a newcomer and make it a member. Raises SamplerError if it dies before."""
-        async with self.changing:
+        async with self.changing.hold():
             equipping = asyncio.ensure_future(self._equip(url, equip))
             lost = asyncio.ensure_future(self._servers.wait_lost(index))
             try:

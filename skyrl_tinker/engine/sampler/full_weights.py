@@ -56,7 +56,10 @@ class FullWeights:
                     await self._changed.wait()
             self._inside += 1
         finally:
-            self._stop_waiting(group)
+            self._waiting[group] -= 1
+            if not self._waiting[group]:
+                del self._waiting[group]
+                self._wake()
 
     def release(self) -> None:
         self._inside -= 1
@@ -105,12 +108,6 @@ class FullWeights:
         first = next(iter(self._waiting))
         fits = group == self._state.group or self._inside == 0
         return self._swapping is None and group == first and fits
-
-    def _stop_waiting(self, group: Hashable) -> None:
-        self._waiting[group] -= 1
-        if not self._waiting[group]:
-            del self._waiting[group]
-            self._wake()
 
     # Swapping
 

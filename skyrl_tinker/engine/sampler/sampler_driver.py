@@ -13,6 +13,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import (
+    ALL_OWNERS,
     ModelKey,
     OwnerId,
     SamplingSessionId,
@@ -23,15 +24,8 @@ from skyrl_tinker.domain.ids import (
 )
 from skyrl_tinker.domain.samples import SampleOutput, SampleRequest
 from skyrl_tinker.domain.units import KiB
-from skyrl_tinker.domain.values import BaseModelFacts, Usage, WeightVersion
-from skyrl_tinker.engine.outbox import (
-    FutureOutcome,
-    FutureResult,
-    Outbox,
-    failure_of,
-    persistently,
-    read_persistently,
-)
+from skyrl_tinker.domain.values import Usage, WeightVersion
+from skyrl_tinker.engine.outbox import Outbox, failure_of, persistently
 from skyrl_tinker.engine.sampler.inflight_targets import KnownSources, SampleSource
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.scheduling.listing import Listing
@@ -40,13 +34,14 @@ from skyrl_tinker.engine.scheduling.sample_queue import SampleQueue
 from skyrl_tinker.engine.scheduling.slots import Concurrency, SampleTurn, Slots
 from skyrl_tinker.engine.scheduling.throughput import EndRate
 from skyrl_tinker.engine.telemetry.engine_metrics import OPENAI, Metrics
-from skyrl_tinker.errors import NotFoundError, StateLostError, StorageAwayError
+from skyrl_tinker.errors import StateLostError, StorageAwayError
 from skyrl_tinker.inference.constants import LONE_SEQUENCES, MAX_SEQUENCES
 from skyrl_tinker.protocol.protobuf import pass_results, sample_results
 from skyrl_tinker.protocol.queue_views import SHOWN, SamplingView
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store import sampling_sessions, session_records, weight_versions
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome, FutureResult
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.sampling_sessions import SamplingSessionRow
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
@@ -58,7 +53,8 @@ CACHED_SESSIONS = 1 << 16
 KEPT_BYTES = 32 * KiB
 """Largest body of a sample that stays with its result, so that its prompt can be read."""
 LISTED_BYTES = 8  # of a token and its logprob
-CONCURRENCY = {"cuda": Concurrency(MAX_SEQUENCES, MAX_SEQUENCES), "cpu": Concurrency(96, LONE_SEQUENCES)}
+_SHARED = {"cuda": MAX_SEQUENCES, "cpu": 96}
+CONCURRENCY = {device: Concurrency(_SHARED[device], alone) for device, alone in LONE_SEQUENCES.items()}
 """Default of the setting sample_concurrency. On a CPU a step takes longer with more sequences."""
 _log = logging.getLogger(__name__)
 
@@ -90,6 +86,7 @@ class SamplerDriver:
     router_replay: bool = False
 
     def __post_init__(self, concurrency: Concurrency) -> None:
+        self.facts = self._samplers.facts
         self._tasks: dict[int, asyncio.Task[None]] = {}  # in flight, by future id
         self._starting: set[int] = set()  # their bodies are being read
         self._queued = SampleQueue(Slots(concurrency, lambda: self._samplers.cores))
@@ -103,10 +100,6 @@ class SamplerDriver:
         self._sources = KnownSources(CACHED_SESSIONS)
         self._looking_up = asyncio.Lock()
         self._dropped: set[VersionId] = set()  # while the store is asked for a source
-
-    @property
-    def facts(self) -> BaseModelFacts:
-        return self._samplers.facts
 
     def submit(self, rows: Sequence[QueuedRow]) -> None:
         self._queued.add(rows)
@@ -229,8 +222,8 @@ class SamplerDriver:
         if not rows:
             return {}
         if sum(row.body_bytes for row in rows) > OFF_LOOP_BYTES:
-            return await persistently(lambda: self._store.fetch(read))
-        return await read_persistently(self._store, read)
+            return await persistently(self._store.fetch, read)
+        return await persistently(self._store.read, read)
 
     async def _finish(self, row: QueuedRow, body: bytes) -> None:
         began_at = self._store.now()
@@ -249,9 +242,9 @@ class SamplerDriver:
                 request = await off_loop(len(body), lambda: self._read(body))
                 output = await self._sample(row, source, request)
             replicas.extend(output.replicas)
-            self._metrics.sampled(self.facts.name, output, row.owner_id)
-            records = _records(row, request, output) if request.record_stability_info else ()
             sampled = sum(len(sequence.tokens) for sequence in output.sequences)
+            self._metrics.sampled(self.facts.name, sampled, row.owner_id)
+            records = _records(row, request, output) if request.record_stability_info else ()
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
             listed = request.listed + sampled * (1 + request.topk_sample_logprobs)
             result = await off_loop(
@@ -284,7 +277,7 @@ class SamplerDriver:
         """Return the error of files that are gone: a start that brings a parked model back may make them."""
         assert row.sampling_session_id is not None
         find = partial(sampling_sessions.why_parked, session=row.sampling_session_id)
-        reason = await read_persistently(self._store, find)
+        reason = await persistently(self._store.read, find)
         return error if reason is None else StateLostError(f"{reason}; its unnamed weights may come with it")
 
     def _read(self, body: bytes) -> SampleRequest:
@@ -299,9 +292,8 @@ class SamplerDriver:
         async with self._looking_up:  # only one of a new session's samples asks the store
             while session not in self._sources:
                 self._dropped.clear()
-                row, version = await read_persistently(
-                    self._store, partial(_session_version, session=session)
-                )
+                find = partial(_session_version, session=session)
+                row, version = await persistently(self._store.read, find)
                 if version is not None and version.id in self._dropped:
                     continue
                 if version is not None and row.follows is not None:
@@ -330,9 +322,7 @@ def _session_version(
     conn: Connection, session: SamplingSessionId
 ) -> tuple[SamplingSessionRow, WeightVersion | None]:
     """Read the session and its version, None for the base model."""
-    row = sampling_sessions.get(conn, session)
-    if row is None:
-        raise NotFoundError(f"no sampling session {session}")
+    row = sampling_sessions.require(conn, ALL_OWNERS, session)
     if row.version_id is None:
         return row, None
     if row.follows is not None:

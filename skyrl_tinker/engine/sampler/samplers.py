@@ -33,7 +33,7 @@ from skyrl_tinker.protocol.queue_views import SamplingView
 from skyrl_tinker.protocol.validation.sampling import check_abilities
 from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.system.off_loop import in_load_thread, in_load_turn
-from skyrl_tinker.weight_sync.transport import CapturedWeights, WeightTransport
+from skyrl_tinker.weight_sync.transport import WeightTransport
 
 _log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Samplers:
         self.fleet = fleet
         self.facts = facts
         self.gate = SampleGate()
-        self._swaps = WeightSwaps(fleet, transport, facts, metrics, keep_cache=keep_cache)
-        self._full_weights = FullWeights(self._swaps)
+        self.swaps = WeightSwaps(fleet, transport, facts, metrics, keep_cache=keep_cache)
+        self._full_weights = FullWeights(self.swaps)
         self._adapters = AdapterCache(fleet, adapters)
         self.affinity = Affinity(lambda: self.replicas)
         self.priorities = Priorities()
@@ -95,7 +95,7 @@ class Samplers:
     async def await_files(self, source: SampleSource, share: Share) -> None:
         """Wait until the files are here, however long storage is away. Raises StorageError."""
         with self._counted(source):
-            await when_possible(partial(self.fetch, source, share))
+            await when_possible(self.fetch, source, share)
 
     @property
     def replicas(self) -> int:
@@ -109,7 +109,7 @@ class Samplers:
         return replace(
             waiting,
             paused=self.paused,
-            replicas=self.fleet.view(self._swaps.ways),
+            replicas=self.fleet.view(self.swaps.transport.ways),
             weights=tuple(version.name for version in loaded),
             incidents=tuple(self.fleet.incidents),
         )
@@ -185,19 +185,6 @@ class Samplers:
         """
         return not self.takes_adapters and self._full_weights.drop()
 
-    @property
-    def takes_captured(self) -> bool:
-        """True if full weights can come from the trainer's ranks, without files."""
-        return self._swaps.takes_captured
-
-    def lend(self, version: WeightVersion, captured: CapturedWeights) -> None:
-        """Let syncs take a full version from the ranks that captured it, until `end_loan`."""
-        self._swaps.lend(version, captured)
-
-    async def end_loan(self, version: WeightVersion) -> None:
-        """Stop later reads from the ranks, and wait for present ones. Harmless without a loan."""
-        await self._swaps.end_loan(version)
-
     async def unload(self, version: WeightVersion) -> None:
         """Release a version that no client samples any more."""
         self._targets.forget(version)
@@ -209,10 +196,10 @@ class Samplers:
         """Load adapters and resident weights on a replica that lacks them; called with `changing` held."""
         await self._adapters.equip(newcomer)
         resident = self._full_weights.resident
-        if resident is not None and not self._swaps.has(resident):  # no client samples it any more
+        if resident is not None and not self.swaps.has(resident):  # no client samples it any more
             self._full_weights.forget()
             resident = None
-        await self._swaps.equip(newcomer, resident)
+        await self.swaps.equip(newcomer, resident)
 
     @contextmanager
     def _counted(self, source: SampleSource) -> Iterator[None]:

@@ -7,7 +7,6 @@ moment. A copy on disk is complete or absent, and survives a reboot.
 import os
 import shutil
 from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.manifest import write_listing
@@ -64,7 +63,7 @@ class TmpfsSpill:
 
     async def restore(self, version: WeightVersion) -> None:
         """Restore its directory, after a reboot or on another host, if it was kept. Raises StorageError."""
-        await when_possible(partial(self._storage.fetch_off_loop, self._disk / version.name))
+        await when_possible(self._storage.fetch_off_loop, self._disk / version.name)
         await in_disk_thread(self._link, version)
 
     def _link(self, version: WeightVersion) -> None:

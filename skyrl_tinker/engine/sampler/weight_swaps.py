@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from skyrl_tinker.domain.ids import VersionId
-from skyrl_tinker.domain.values import BaseModelFacts, Way, WeightVersion
+from skyrl_tinker.domain.values import BaseModelFacts, WeightVersion
 from skyrl_tinker.engine.sampler.fleet import Fleet
 from skyrl_tinker.engine.sampler.version_files import has_files, require_files
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
@@ -31,7 +31,7 @@ class WeightSwaps:
     """
 
     _fleet: Fleet
-    _transport: WeightTransport
+    transport: WeightTransport
     facts: InitVar[BaseModelFacts]
     metrics: InitVar[Metrics]
     keep_cache: bool = False
@@ -41,15 +41,6 @@ class WeightSwaps:
         self._base = Path(facts.directory), BASE_MODEL
         self._lent: dict[VersionId, CapturedWeights] = {}
         self._syncing = asyncio.Lock()
-
-    @property
-    def takes_captured(self) -> bool:
-        return self._transport.takes_captured
-
-    @property
-    def ways(self) -> tuple[Way, Way]:
-        """Way of weights to replicas on this host, and on other hosts."""
-        return self._transport.ways
 
     def lend(self, version: WeightVersion, captured: CapturedWeights) -> None:
         """Let syncs of this version take it from the ranks, until `end_loan`."""
@@ -93,7 +84,7 @@ class WeightSwaps:
 
         Raises SamplerError for a replica with part of an update: only a fresh process helps.
         """
-        await self._transport.leave()  # it may have the address of a former group member
+        await self.transport.leave()  # it may have the address of a former group member
         served = await newcomer.control.weight_version()
         if served == PARTIAL:
             raise SamplerError(f"{newcomer.proxy_url} holds part of an update that failed: start it again")
@@ -106,7 +97,7 @@ class WeightSwaps:
         async with self._syncing:
             source, name = self._source(version)
             synced = await sync_weights(
-                client.control, self._transport, source, name, awake=awake, keep_cache=self.keep_cache
+                client.control, self.transport, source, name, awake=awake, keep_cache=self.keep_cache
             )
         self._synced(name, synced.seconds, synced.paused_s)
         origin = "files" if isinstance(source, Path) else "the ranks"

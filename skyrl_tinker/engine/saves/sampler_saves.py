@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 from skyrl_tinker.domain.ids import CheckpointKind, ModelKey, VersionId
 from skyrl_tinker.domain.tinker_path import TinkerPath
 from skyrl_tinker.domain.values import Failure, WeightVersion
-from skyrl_tinker.engine.outbox import failure_of, persistently, read_persistently, when_possible
+from skyrl_tinker.engine.outbox import failure_of, persistently, when_possible
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor, ScoredProbe
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.saves.save_flow import Save, SaveFlow
@@ -93,7 +93,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def capture_rows(self, rows: Sequence[QueuedRow]) -> dict[int, SamplerSave | Failure]:
         """Capture the weights of each request, by future id, as `capture` does."""
-        requests = await read_persistently(self._store, partial(_requests, rows=rows))
+        requests = await persistently(self._store.read, partial(_requests, rows=rows))
         saves = await self.capture(requests)
         return {request.row.id: save for request, save in zip(requests, saves, strict=True)}
 
@@ -137,13 +137,13 @@ class Publisher(SaveFlow[SamplerSave]):
         The model must be in its state at this save. Raises TrainerError: the ranks are broken.
         """
         find = partial(weight_versions.version_of_save, model_key=model.key, future_id=row.id)
-        version = await read_persistently(self._store, find)
+        version = await persistently(self._store.read, find)
         if version is None or await in_disk_thread(Path(version.directory).exists):
             return
         try:
             captured = (await self._trainer.capture_weights({model.key: False}))[model.key]
             try:
-                await when_possible(partial(self._write_lost, captured, Path(version.directory)))
+                await when_possible(self._write_lost, captured, Path(version.directory))
             finally:
                 await captured.drop()
         except (StorageError, ExhaustedError) as error:
@@ -158,7 +158,7 @@ class Publisher(SaveFlow[SamplerSave]):
             announcing: asyncio.Task[None] | None = None
             if (samplers := self._borrower(save)) is not None:
                 self._lent[save.row.id] = save
-                samplers.lend(save.version, save.captured)
+                samplers.swaps.lend(save.version, save.captured)
                 if not save.inflight:  # rollouts must not use weights of a save that may still fail
                     announcing = tasks.create_task(samplers.announce(save.version))
             started = time.monotonic()
@@ -175,7 +175,7 @@ class Publisher(SaveFlow[SamplerSave]):
         """Return the samplers if they take these weights from the ranks."""
         lends = save.version.kind == "full" and save.sampled_next
         samplers = self._samplers
-        return samplers if lends and samplers is not None and samplers.takes_captured else None
+        return samplers if lends and samplers and samplers.swaps.transport.takes_captured else None
 
     async def _begin(
         self, requests: Sequence[SamplerSaveRequest], captured: Mapping[ModelKey, CapturedState]
@@ -190,7 +190,7 @@ class Publisher(SaveFlow[SamplerSave]):
                     except Exception as error:  # also of a driver: it is the result of this request alone
                         failures[request.row.id] = failure_of(error)
                 fine = [request for request in requests if request.row.id not in failures]
-                numbers = await persistently(lambda: self._store.write(partial(_insert_versions, saves=fine)))
+                numbers = await persistently(self._store.write, partial(_insert_versions, saves=fine))
         except Exception as error:  # of the commit, or unforeseen: nobody else answers the requests
             return [failures.get(request.row.id) or failure_of(error) for request in requests]
         versions = {request.row.id: number for request, number in zip(fine, numbers, strict=True)}
@@ -226,7 +226,7 @@ class Publisher(SaveFlow[SamplerSave]):
 
     async def _free(self, save: SamplerSave) -> None:
         if self._lent.pop(save.row.id, None) is not None and self._samplers is not None:
-            await self._samplers.end_loan(save.version)
+            await self._samplers.swaps.end_loan(save.version)
         await super()._free(save)
         self._written(save.row)
 
@@ -253,7 +253,7 @@ class Publisher(SaveFlow[SamplerSave]):
                 await self._samplers.unload(save.version)
         await super()._remove(save)
         drop = partial(weight_versions.mark_dropped, version_id=save.version.id)
-        await persistently(lambda: self._store.write(drop))
+        await persistently(self._store.write, drop)
 
     async def _compare(self, scored: ScoredProbe, save: SamplerSave, publishing: asyncio.Task[bool]) -> None:
         if await publishing:

@@ -9,35 +9,27 @@
   succeeded despite an error, and a server that was taken over may go on writing.
 """
 
-import asyncio
 import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection
 
-from skyrl_tinker.domain.ids import CheckpointKind
+from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import (
-    RETRY_S,
-    failure_of,
-    finish_all,
-    json_answer,
-    read_persistently,
-    when_possible,
-)
+from skyrl_tinker.engine.outbox import failure_of, json_answer, persistently, when_possible
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
-from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
+from skyrl_tinker.errors import TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint, expiry
+from skyrl_tinker.store.futures.finish import finish_all
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
@@ -118,10 +110,10 @@ class SaveFlow(ABC, Generic[S]):
 
     async def _answer(self, save: S) -> bool:
         try:
-            size = await self._write_with_room(save)
+            size = await when_possible(self._make_files, save)
             self._pending.note_here(save.row.id)
             if save.path is not None:
-                await when_possible(partial(in_transfer_thread, self._storage.store, save.directory))
+                await when_possible(in_transfer_thread, self._storage.store, save.directory)
             await self._commit(save, size)
         except TrainerError:
             await self._discard(save)
@@ -151,10 +143,8 @@ class SaveFlow(ABC, Generic[S]):
             raise
 
     async def _require_new(self, path: TinkerPath) -> None:
-        existing = await read_persistently(
-            self._store,
-            lambda conn: checkpoint_records.find_of_any_owner(conn, path.model_id, path.kind, path.name),
-        )
+        named = ALL_OWNERS, path.model_id, path.kind, path.name
+        existing = await persistently(self._store.read, lambda conn: checkpoint_records.find(conn, *named))
         if existing is not None:
             replacing = ", or save with overwrite" if path.kind is CheckpointKind.WEIGHTS else ""
             raise UserError(f"checkpoint {path} exists: choose another name or delete it{replacing}")
@@ -171,17 +161,10 @@ class SaveFlow(ABC, Generic[S]):
         After DiskFullError it may be called again, if there is no directory yet.
         """
 
-    async def _write_with_room(self, save: S) -> int:
-        try:
-            return await self._write(save)
-        except DiskFullError:
-            await asyncio.sleep(RETRY_S)
-        return await when_possible(lambda: self._write_again(save))
-
-    async def _write_again(self, save: S) -> int:
+    async def _make_files(self, save: S) -> int:
         if not await in_disk_thread(save.directory.exists):
             return await self._write(save)
-        with storage_errors("the weights could not be made durable"):  # the files are renamed already
+        with storage_errors("the weights could not be made durable"):  # an earlier try has renamed the files
             return await in_disk_thread(make_durable, save.directory)
 
     async def _free(self, save: S) -> None:
@@ -207,7 +190,7 @@ class SaveFlow(ABC, Generic[S]):
 
     async def _discard(self, save: S) -> None:
         """Delete the files of a failed save."""
-        if not await read_persistently(self._store, lambda conn: self._recorded(conn, save)):
+        if not await persistently(self._store.read, lambda conn: self._recorded(conn, save)):
             await self._remove(save)
 
     async def _remove(self, save: S) -> None:

@@ -7,23 +7,11 @@ from dataclasses import dataclass, field, replace
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, OwnerId, RequestKind, SessionId
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine.scheduling.row_work import PASSES, Work, cost, model_of, work_of
+from skyrl_tinker.protocol.queue_views import LaneView
 from skyrl_tinker.store.futures.queue import IN_WINDOW, QueuedRow, window_failure
 
-STORAGE = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL, RequestKind.LOAD_WEIGHTS})
+CHECKPOINTS = frozenset({RequestKind.SAVE_WEIGHTS, RequestKind.SAVE_WEIGHTS_EXTERNAL})
 _LOAD, _PENDING = RequestKind.LOAD_WEIGHTS, FutureStatus.PENDING  # Python 3.11 takes 0.1 us for a member
-
-
-@dataclass(frozen=True, slots=True)
-class LaneStatus:
-    """State of a lane with waiting rows. `lowest`: the first seq_id that has arrived.
-
-    `storage_blocked`: the next row waits until a save is written, or the files of its checkpoint are here.
-    """
-
-    session_id: SessionId
-    next_seq: int
-    lowest: int
-    storage_blocked: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +34,7 @@ class _Lane:
     parked: dict[int, QueuedRow] = field(default_factory=dict)
     works: dict[int, Work] = field(default_factory=dict)  # of the parked rows
     refusals: dict[int, str] = field(default_factory=dict)  # seq_id -> error found by the API
-    storage_blocked: bool = False  # a save is being written: no other save and no load begins
-    publishing: int = 0  # saves for samplers being written: no load begins, which would become the snapshot
+    saving: dict[int, RequestKind] = field(default_factory=dict)  # seq_id -> kind of saves not answered yet
     writing: set[int] = field(default_factory=set)  # ids of saves whose weights the ranks hold
     loads: dict[int, bool] = field(default_factory=dict)  # id of a load next in turn -> its files are here
     held: int = 0  # number of holders: while there are any, nothing begins
@@ -133,9 +120,9 @@ class Lanes:
         model, seq_id = _position(row)
         return seq_id in self._lane(model).parked
 
-    def statuses(self) -> dict[ModelKey, LaneStatus]:
+    def statuses(self) -> dict[ModelKey, LaneView]:
         """Return the state of every lane with waiting rows."""
-        return {model: _status(lane) for model, lane in self._open.items() if lane.parked}
+        return {model: _view(lane) for model, lane in self._open.items() if lane.parked}
 
     def gaps(self) -> dict[ModelKey, Gap]:
         """Return the current gap of each lane that has one."""
@@ -239,19 +226,21 @@ class Lanes:
         lane = self._changing(model)
         lane.held = max(0, lane.held - 1)  # it may be a new lane by now, without holders
 
-    def block_storage(self, model: ModelKey) -> None:
-        """Make saves and loads of this model wait until `unblock_storage`; the rest goes on."""
-        self._changing(model).storage_blocked = True
+    def save_began(self, row: QueuedRow) -> None:
+        """Make loads of this model wait until `save_ended`: after a load the save could not be repeated.
 
-    def unblock_storage(self, model: ModelKey) -> None:
-        self._changing(model).storage_blocked = False
+        So do other saves of a checkpoint while one is written; the rest goes on.
+        """
+        model, seq_id = _position(row)
+        self._changing(model).saving[seq_id] = row.kind
 
-    def publish_began(self, model: ModelKey) -> None:
-        """Make loads of this model wait until `publish_ended`: after a load it could not be repeated."""
-        self._changing(model).publishing += 1
+    def save_ended(self, row: QueuedRow) -> None:
+        model, seq_id = _position(row)
+        self._changing(model).saving.pop(seq_id, None)
 
-    def publish_ended(self, model: ModelKey) -> None:
-        self._changing(model).publishing -= 1
+    def saves_until(self, model: ModelKey, seq_id: int) -> bool:
+        """Return whether a save up to this seq_id is not answered yet: no snapshot may replace it."""
+        return any(each <= seq_id for each in self._lane(model).saving)
 
     def write_began(self, row: QueuedRow) -> None:
         """Make saves for samplers wait until `write_ended`: the ranks hold one copy of this model at most."""
@@ -264,7 +253,7 @@ class Lanes:
         """Return True while files of this model are written or fetched, or a retry of it waits."""
         lane = self._lane(model)
         fetching = not all(lane.loads.values())
-        return lane.storage_blocked or lane.publishing > 0 or lane.held > 0 or fetching
+        return bool(lane.saving) or lane.held > 0 or fetching
 
     def invalidate_window(self, model: ModelKey, why: str) -> None:
         """Make the next optim_step of this model fail with this reason; the first reason stays."""
@@ -303,15 +292,11 @@ def _position(row: QueuedRow) -> tuple[ModelKey, int]:
     return model_of(row), row.seq_id
 
 
-def _status(lane: _Lane) -> LaneStatus:
+def _view(lane: _Lane) -> LaneView:
     lowest = lane.next_seq if lane.next_seq in lane.parked else min(lane.parked)
     first = lane.parked[lowest]
-    return LaneStatus(
-        first.session_id,
-        lane.next_seq,
-        lowest,
-        _waits_for_saves(lane, first) or lane.loads.get(first.id) is False,
-    )
+    held = _waits_for_saves(lane, first) or lane.loads.get(first.id) is False
+    return LaneView(lane.next_seq, lowest, held, first.session_id)
 
 
 def _gap(lane: _Lane) -> Gap | None:
@@ -353,19 +338,16 @@ def _head(lane: _Lane, budget: int) -> list[QueuedRow]:
         return []
     if first.kind in PASSES:
         return _passes(lane, budget)
-    return [] if _waits_for_saves(lane, first) or _waits_for_files(lane, first) else [first]
-
-
-def _waits_for_files(lane: _Lane, first: QueuedRow) -> bool:
-    return first.kind is _LOAD and not lane.loads.get(first.id, False)
+    without_files = first.kind is _LOAD and not lane.loads.get(first.id, False)
+    return [] if without_files or _waits_for_saves(lane, first) else [first]
 
 
 def _waits_for_saves(lane: _Lane, first: QueuedRow) -> bool:
-    if lane.publishing and first.kind is RequestKind.LOAD_WEIGHTS:
-        return True
-    if lane.writing and first.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
-        return True
-    return lane.storage_blocked and first.kind in STORAGE
+    if first.kind is RequestKind.SAVE_WEIGHTS_FOR_SAMPLER:
+        return bool(lane.writing)
+    if first.kind is RequestKind.LOAD_WEIGHTS:
+        return bool(lane.saving)
+    return first.kind in CHECKPOINTS and not CHECKPOINTS.isdisjoint(lane.saving.values())
 
 
 def _passes(lane: _Lane, budget: int) -> list[QueuedRow]:

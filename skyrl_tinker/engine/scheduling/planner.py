@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from operator import is_
+from operator import attrgetter, is_
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind, SessionId
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
@@ -303,7 +303,7 @@ def next_unit(
     """Return the unit that `first` decides; all waiting rows have places in `shares`."""
     if first.kind not in PASSES:
         same = [rows[0] for rows in waiting.values() if rows[0].kind is first.kind]
-        return Barriers(tuple(sorted(same, key=_age)) if first.kind in MERGING else (first,))
+        return Barriers(tuple(sorted(same, key=attrgetter("id"))) if first.kind in MERGING else (first,))
     if together := apart(first):
         models = sorted(waiting.values(), key=lambda rows: rows[0].id)
         return Pass(tuple(row for rows in models for row in rows if row.id in together), True, True)
@@ -317,10 +317,6 @@ def next_unit(
 
     others = (row for row in shares.order(seconds, joining) if row is not first)
     return _pass(chain([first], others), budget, seconds)
-
-
-def _age(row: QueuedRow) -> int:
-    return row.id
 
 
 def _pass(rows: Iterator[QueuedRow], budget: PassBudget, seconds: Seconds) -> Pass:

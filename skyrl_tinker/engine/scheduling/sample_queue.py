@@ -4,10 +4,13 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from skyrl_tinker.engine.scheduling.fair_share import FairShare, Path, path_of
 from skyrl_tinker.engine.scheduling.slots import SampleTurn, Slots, width
 from skyrl_tinker.protocol.queue_views import LISTED, SHOWN, QueueView, SamplingView
+
+_TOKENS = attrgetter("tokens")
 
 
 class SampleQueue:
@@ -73,7 +76,7 @@ class SampleQueue:
         """
         stride = max(1, math.ceil(len(self) / SHOWN))
         queues: dict[str, QueueView] = {}
-        for turn in self._shares.order(_tokens, _head):
+        for turn in self._shares.order(_TOKENS, _head):
             queue, of_session = self._queues[path_of(turn)].values(), str(turn.session_id)
             shown = [each for each in queue if each.id not in away] if away else queue
             if not shown:
@@ -87,14 +90,14 @@ class SampleQueue:
 
     def _beginning(self) -> Iterator[SampleTurn]:
         """Yield turns in order while there is room for the next, then turns of newcomers for the reserve."""
-        for turn in self._shares.order(_tokens):
+        for turn in self._shares.order(_TOKENS):
             if not (self._slots.take(turn) or self._slots.take_reserved(turn)):
                 break
             self._note(path_of(turn))
             yield turn
         if self._reserve_is_full():
             return  # usual under load: else each turn that ends would cost a walk over all sessions
-        for turn in self._shares.order(_tokens, self._newcomer):
+        for turn in self._shares.order(_TOKENS, self._newcomer):
             if self._slots.take_reserved(turn):
                 self._note(path_of(turn))
                 yield turn
@@ -130,7 +133,3 @@ class SampleQueue:
 
 def _head(queue: Collection[SampleTurn]) -> Sequence[SampleTurn]:
     return (next(iter(queue)),)
-
-
-def _tokens(turn: SampleTurn) -> float:
-    return turn.tokens

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import Any
 
 from skyrl_tinker.engine.scheduling.row_work import PASSES, cost
 from skyrl_tinker.protocol.activity import Activity, PublishSpan, RankSpan, SampleSpan, SyncSpan, UnitSpan
@@ -19,17 +19,14 @@ UNIT_CALLS = 64
 """Most calls of a rank that a unit shows: the last ones, if it was repeated often."""
 
 AnySpan = UnitSpan | SampleSpan | PublishSpan | SyncSpan
-S = TypeVar("S", UnitSpan, SampleSpan, PublishSpan, SyncSpan)
 
 
 class ActivityLog:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """`clock`: that of the times in rows, which are shown with the spans."""
         self._clock = clock
-        self._units: deque[UnitSpan] = deque(maxlen=SPANS)
-        self._samples: deque[SampleSpan] = deque(maxlen=SPANS)
-        self._publishes: deque[PublishSpan] = deque(maxlen=SPANS)
-        self._syncs: deque[SyncSpan] = deque(maxlen=SPANS)
+        kinds = UnitSpan, SampleSpan, PublishSpan, SyncSpan  # in the order of Activity
+        self._spans: dict[type[AnySpan], deque[Any]] = {kind: deque(maxlen=SPANS) for kind in kinds}
         self._calls: dict[str, deque[tuple[RankSpan, ...]]] = {}  # by base model
         self._followers: list[Callable[[AnySpan], None]] = []
 
@@ -56,34 +53,29 @@ class ActivityLog:
         calls = tuple(chain.from_iterable(self._calls.pop(base_model, ())))
         tokens = sum(cost(row) for row in rows if row.kind in PASSES)
         ids = tuple(row.id for row in rows[:UNIT_ROWS])
-        self._note(
-            self._units, UnitSpan(rows[0].kind, began_at, self._clock(), tokens, ids, calls, base_model)
-        )
+        self._note(UnitSpan(rows[0].kind, began_at, self._clock(), tokens, ids, calls, base_model))
 
     def sample(self, future_id: int, began_at: float, replicas: Iterable[str] = ()) -> None:
         """Record a sample that has just ended."""
-        self._note(self._samples, SampleSpan(future_id, began_at, self._clock(), tuple(replicas)))
+        self._note(SampleSpan(future_id, began_at, self._clock(), tuple(replicas)))
 
     def publish(self, weights: str, future_id: int, seconds: float) -> None:
         """Record weights that have just been published."""
         now = self._clock()
-        self._note(self._publishes, PublishSpan(weights, future_id, now - seconds, now))
+        self._note(PublishSpan(weights, future_id, now - seconds, now))
 
     def sync(self, base_model: str, version: str, seconds: float, paused_s: float) -> None:
         """Record a sync of full parameters of a base model that has just ended."""
         now = self._clock()
-        self._note(self._syncs, SyncSpan(version, now - seconds, now - paused_s, now, base_model))
+        self._note(SyncSpan(version, now - seconds, now - paused_s, now, base_model))
 
     def since(self, at: float) -> Activity:
         """Return the spans that ended at `at` or later."""
         return Activity(
-            tuple(span for span in self._units if span.ended_at >= at),
-            tuple(span for span in self._samples if span.ended_at >= at),
-            tuple(span for span in self._publishes if span.ended_at >= at),
-            tuple(span for span in self._syncs if span.ended_at >= at),
+            *(tuple(span for span in spans if span.ended_at >= at) for spans in self._spans.values())
         )
 
-    def _note(self, spans: deque[S], span: S) -> None:
-        spans.append(span)
+    def _note(self, span: AnySpan) -> None:
+        self._spans[type(span)].append(span)
         for follower in self._followers:
             follower(span)

@@ -2,16 +2,12 @@
 
 import math
 import time
-from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from skyrl_tinker.domain.ids import FutureStatus, OwnerId, RequestKind
-from skyrl_tinker.domain.samples import SampleOutput
 from skyrl_tinker.domain.values import Failure, PassOutput
 from skyrl_tinker.engine.scheduling.row_work import PASSES
 from skyrl_tinker.engine.scheduling.throughput import TokenMeter
@@ -91,7 +87,6 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._watched: dict[str, Gauge] = {}  # by name
         self._pending: dict[int, QueuedRow] = {}  # by future id
-        self._kinds: Tally[str] = Tally()  # their number by kind
         self._begun: set[int] = set()  # of those pending
         self._since = clock()
         self._last_refused = 0  # future id
@@ -145,7 +140,9 @@ class Metrics:
         self.owners = OwnerMetrics(self._counter, owner_name)
         self.trained_meter, self.sampled_meter = TokenMeter(), TokenMeter()
         self.activity = ActivityLog(clock)
-        self._registry.register(_Pending(self._kinds))
+        self._kinds = self._gauge("requests_pending", "Requests accepted and not yet answered", "kind")
+        for kind in RequestKind:
+            self._kinds.labels(kind)
 
     def text(self) -> bytes:
         """Return the exposition format; its content type is CONTENT_TYPE."""
@@ -167,7 +164,8 @@ class Metrics:
         """Count arrivals. A row may arrive twice, or have been counted by an earlier engine."""
         for row in rows:
             if row.status is FutureStatus.PENDING:
-                self._kinds[row.kind] += row.id not in self._pending
+                if row.id not in self._pending:
+                    self._kinds.labels(row.kind).inc()
                 self._pending[row.id] = row
             elif row.id > self._last_refused and row.created_at >= self._since:
                 self._last_refused = row.id
@@ -177,7 +175,7 @@ class Metrics:
         row = self._pending.pop(future_id, None)
         self._begun.discard(future_id)
         if row is not None:
-            self._kinds[row.kind] -= 1
+            self._kinds.labels(row.kind).dec()
             self.counted(row.kind, outcome, row.owner_id)
             self._latency.labels(row.kind).observe(max(0.0, self._clock() - row.created_at))
 
@@ -222,10 +220,7 @@ class Metrics:
             self._trained.labels(base_model, row.kind).inc(size)
             self.owners.trained(row.owner_id, size)
 
-    def sampled(self, base_model: str, output: SampleOutput, owner: OwnerId | None) -> None:
-        self.sampled_tokens(base_model, sum(len(each.tokens) for each in output.sequences), owner)
-
-    def sampled_tokens(self, base_model: str, count: int, owner: OwnerId | None) -> None:
+    def sampled(self, base_model: str, count: int, owner: OwnerId | None) -> None:
         self._sampled.labels(base_model).inc(count)
         self.sampled_meter.add(count)
         self.owners.sampled(owner, count)
@@ -286,16 +281,3 @@ class Occupancy:
         self._busy.inc(worked_s)
         self._waiting.inc(max(0.0, passed - worked_s))
         self._since = now
-
-
-class _Pending(Collector):
-    def __init__(self, kinds: Tally[str]) -> None:
-        self._kinds = kinds
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
-            f"{_PREFIX}_requests_pending", "Requests accepted and not yet answered", labels=["kind"]
-        )
-        for kind in RequestKind:
-            family.add_metric([kind], self._kinds[kind])
-        yield family

@@ -27,7 +27,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from skyrl_tinker import __version__
-from skyrl_tinker.engine.outbox import read_persistently
+from skyrl_tinker.engine.outbox import persistently
 from skyrl_tinker.engine.telemetry.activity_log import ActivityLog, AnySpan
 from skyrl_tinker.protocol.activity import PublishSpan, SampleSpan, SyncSpan, UnitSpan
 from skyrl_tinker.store.console.traced_requests import FinishedRequest, finished_requests
@@ -99,7 +99,7 @@ class SpanExport:
 
     async def run(self) -> None:
         """Export all work that finishes from now on, indefinitely."""
-        self._cursor = await read_persistently(self._store, last_result_id)
+        self._cursor = await persistently(self._store.read, last_result_id)
         logging.getLogger(trace_exporter.__name__).addFilter(self._reasons)
         while True:
             await asyncio.sleep(ROUND_S)

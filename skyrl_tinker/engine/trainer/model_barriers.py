@@ -1,12 +1,13 @@
 """Barriers that run alone: creation, load, save and export of one model."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import failure_of, read_persistently
+from skyrl_tinker.engine.outbox import failure_of, persistently
 from skyrl_tinker.engine.saves.external_exports import Exporter
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.lanes import Lanes
@@ -26,7 +27,7 @@ from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.store import Store
 
-Work = Callable[[], Awaitable[object]]
+Work = Callable[[], Coroutine[Any, Any, object]]
 """Work of a task that may end before it begins: a coroutine, made before, would be lost with it."""
 
 
@@ -90,7 +91,7 @@ class ModelBarriers:
         return result
 
     async def _read(self, row: QueuedRow) -> bytes | None:
-        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, [row.id]))
+        bodies = await persistently(self._store.read, lambda conn: queue.read_bodies(conn, [row.id]))
         return bodies.get(row.id)
 
     async def _fail(self, row: QueuedRow, model: ModelRow, failure: Failure) -> BarrierResult:

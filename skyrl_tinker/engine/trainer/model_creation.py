@@ -13,13 +13,7 @@ from skyrl_tinker.domain import tinker_path
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import Effect, ModelKey, ModelState
 from skyrl_tinker.domain.values import BaseModelFacts, OptimizerFamily
-from skyrl_tinker.engine.outbox import (
-    FutureOutcome,
-    FutureResult,
-    json_answer,
-    read_persistently,
-    when_possible,
-)
+from skyrl_tinker.engine.outbox import json_answer, persistently, when_possible
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.training_saves import Saver
 from skyrl_tinker.engine.scheduling.priorities import Share
@@ -29,6 +23,7 @@ from skyrl_tinker.storage.storage_port import LOCAL_DISK, Storage
 from skyrl_tinker.store import checkpoint_records, model_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.store.database.group_commit import Op
+from skyrl_tinker.store.futures.finish import FutureOutcome, FutureResult
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay.snapshot_records import SnapshotRow
 from skyrl_tinker.store.store import Store
@@ -159,7 +154,7 @@ class ModelCreation:
             return checkpoint, model_records.find(conn, owner, parsed.model_id) is not None
 
         persisting = self._saver.persisting(parsed)  # together with the query, as the save may end after it
-        checkpoint, owned = await read_persistently(self._store, find)
+        checkpoint, owned = await persistently(self._store.read, find)
         if checkpoint is None and owned and persisting:
             raise UserError(f"{path} is still being written: load it when its save is answered")
         if checkpoint is None:

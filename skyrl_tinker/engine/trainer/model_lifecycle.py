@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, ModelState
 from skyrl_tinker.domain.values import Failure
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox, json_answer, persistently, read_persistently
+from skyrl_tinker.engine.outbox import Outbox, json_answer, persistently
 from skyrl_tinker.engine.parity.drift_monitor import DriftMonitor
 from skyrl_tinker.engine.recovery import parking
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
@@ -26,6 +26,7 @@ from skyrl_tinker.engine.unit_commits import UnitCommits, UnitEnd
 from skyrl_tinker.redaction import without_paths
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import unit_records
@@ -66,13 +67,13 @@ class ModelLifecycle:
 
         Returns their next seq_ids.
         """
-        states = await persistently(lambda: self._store.fetch(partial(_resumed, names=self._names)))
+        states = await persistently(self._store.fetch, partial(_resumed, names=self._names))
         for model, (next_seq, window_error) in states.items():
             self._lanes.open(model, next_seq, window_error)
         return {model: next_seq for model, (next_seq, _) in states.items()}
 
     async def row(self, model: ModelKey) -> ModelRow:
-        return await read_persistently(self._store, lambda conn: model_records.by_key(conn, model))
+        return await persistently(self._store.read, lambda conn: model_records.by_key(conn, model))
 
     async def closed(self, models: Collection[ModelKey]) -> dict[ModelKey, Failure]:
         """Return the failures of the models that have ended; open lanes for those new to this engine."""
@@ -80,7 +81,7 @@ class ModelLifecycle:
         while new := [model for model in models if model not in ended and not self._lanes.knows(model)]:
             for model in new:  # first, so that a model's end during the query closes its lane
                 self._lanes.open(model)
-            for row in await read_persistently(self._store, partial(_rows, models=new)):
+            for row in await persistently(self._store.read, partial(_rows, models=new)):
                 if row.state is not ModelState.CREATING:
                     ended[row.key] = _failure_of(row)
                     self._lanes.close(row.key, ended[row.key])
@@ -162,10 +163,10 @@ class ModelLifecycle:
 
     async def _park(self, causes: Mapping[ModelKey, str]) -> None:
         """Park models in one commit: all may have to be, as those on a lost disk."""
-        failures = await persistently(lambda: self._store.fetch(partial(_why_parked, causes=causes)))
+        failures = await persistently(self._store.fetch, partial(_why_parked, causes=causes))
         for model, failure in failures.items():
             self._close(model, failure)
-        pending = await persistently(lambda: self._store.fetch(partial(_pending, failures=failures)))
+        pending = await persistently(self._store.fetch, partial(_pending, failures=failures))
         ops = [
             partial(model_records.set_state, key=model, state=ModelState.PARKED, reason=failure.message)
             for model, failure in failures.items()
@@ -182,13 +183,9 @@ class ModelLifecycle:
         outcomes = self._close(model, failure)
         if request := self._unloading.pop(model, None):
             outcomes.append((request.id, json_answer({"model_id": (await self.row(model)).model_id})))
-        return self._end(model, ModelState.RELEASED, failure.message, outcomes)
-
-    def _end(
-        self, model: ModelKey, state: ModelState, reason: str, outcomes: Iterable[tuple[int, FutureOutcome]]
-    ) -> "asyncio.Future[None]":
         self._snapshots.pause(model)
-        end = partial(model_records.set_state, key=model, state=state, reason=reason)
+        released = ModelState.RELEASED
+        end = partial(model_records.set_state, key=model, state=released, reason=failure.message)
         return self._commits.add(UnitEnd(dict(outcomes), (end,)))
 
     async def _remove(self, model: ModelKey, committed: "asyncio.Future[None]") -> None:

@@ -145,13 +145,15 @@ class ModelReturns:
         Waits while storage is away. Raises TrainerError if the ranks die: call it again on fresh ones.
         """
         self._tries.clear()
-        found = await persistently(lambda: self._store.fetch(self._read))
+        found = await persistently(self._store.fetch, self._read)
         for model in self._deadly.keys() - {history.model.key for history in found}:  # parked, or ended
             del self._deadly[model]
         failed = {model: DIE_EACH_TIME for model, deaths in self._deadly.items() if deaths >= WAKES}
         found = [history for history in found if history.model.key not in failed]
         idle = [history for history in found if history.model.key not in wanted]
-        self._asleep = await in_disk_thread(_sleepers, idle, self._snapshots.stored)
+        stored = self._snapshots.stored
+        sleepers = await in_disk_thread(lambda: [each for each in idle if each.can_sleep(stored=stored)])
+        self._asleep = {history.model.key: history for history in reversed(sleepers)}  # the newest first
         histories = [history for history in found if history.model.key not in self._asleep]
         seconds, left = 0.0, histories
         while left:
@@ -274,11 +276,6 @@ class ModelReturns:
 def cause_of(why: str) -> str:
     """Return a failure's text without the advice to send the request again."""
     return why.replace(SEND_AGAIN, "")
-
-
-def _sleepers(histories: Sequence[History], stored: bool) -> dict[ModelKey, History]:
-    """Return the models that can sleep, the newest first."""
-    return {each.model.key: each for each in reversed(histories) if each.can_sleep(stored=stored)}
 
 
 def _histories(conn: Connection, names: Collection[str]) -> list[History]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from skyrl_tinker.domain.ids import Effect, ModelKey
 from skyrl_tinker.domain.values import Failure, StepItem, StepOutput
-from skyrl_tinker.engine.outbox import FutureOutcome, json_answer, read_persistently
+from skyrl_tinker.engine.outbox import json_answer, persistently
 from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.trainer.step_curves import TakenStep
 from skyrl_tinker.protocol.stored_requests import OptimStepBody
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -41,7 +42,7 @@ class OptimSteps:
     async def apply(self, rows: Sequence[QueuedRow]) -> StepsResult:
         """Apply the steps of valid windows together, and clear the other windows. Raises TrainerError."""
         ids = [row.id for row in rows]  # steps that were refused or have expired have no body
-        bodies = await read_persistently(self._store, lambda conn: queue.read_bodies(conn, ids))
+        bodies = await persistently(self._store.read, lambda conn: queue.read_bodies(conn, ids))
         errors = {row.id: self._lanes.window_error(model_of(row)) for row in rows}
         valid = [row for row in rows if row.id in bodies and errors[row.id] is None]
         invalid = [model_of(row) for row in rows if row not in valid]

@@ -1,20 +1,19 @@
 """Forward and forward_backward: from stored bodies to response protobufs. Heavy parts run in threads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from sqlalchemy import Connection
-
 from skyrl_tinker.domain.values import Failure, ForwardBackward, PassItem, PassOutput, Usage
-from skyrl_tinker.engine.outbox import FutureOutcome, FutureResult, failure_of, persistently
+from skyrl_tinker.engine.outbox import failure_of, persistently
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_items import ReadRow, References, attempt
 from skyrl_tinker.protocol.protobuf import pass_results
 from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.group_commit import Op
 from skyrl_tinker.store.futures import queue
+from skyrl_tinker.store.futures.finish import FutureOutcome, FutureResult
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import off_loop
@@ -22,7 +21,6 @@ from skyrl_tinker.training.trainer_group import PassResult, PreparedPass, Traine
 
 REPLAYED = "replayed_tokens:sum"
 T = TypeVar("T")
-ReadBodies = Callable[[Connection, Sequence[int]], Mapping[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +42,13 @@ class PassCoordinator:
         self._trainer = trainer
         self._router_replay = router_replay
 
-    async def prepare(self, unit: Pass, read_bodies: ReadBodies = queue.read_bodies) -> ReadyPass:
-        """Make the batch; needs no rank, so it may run during the previous unit."""
+    async def prepare(self, unit: Pass, *, ended: bool = False) -> ReadyPass:
+        """Make the batch; needs no rank, so it may run during the previous unit.
+
+        `ended`: of requests that have finished, too.
+        """
         ids = [row.id for row in unit.rows]
-        bodies = await self._fetch(lambda conn: read_bodies(conn, ids))
+        bodies = await self._fetch(lambda conn: queue.read_bodies(conn, ids, ended=ended))
         size = sum(map(len, bodies.values()))
         read, unread = await off_loop(size, lambda: self._read(unit.rows, bodies))
         references = await self._references(read)
@@ -73,10 +74,10 @@ class PassCoordinator:
         """Postpone the expiry of the sequence records that the pass used."""
         if ready.sequences:
             renewal = partial(stability_records.renew, ids=ready.sequences)
-            await persistently(lambda: self._store.write(renewal))
+            await persistently(self._store.write, renewal)
 
     async def _fetch(self, op: Op[T]) -> T:
-        return await persistently(lambda: self._store.fetch(op))
+        return await persistently(self._store.fetch, op)
 
     async def _references(self, read: Mapping[int, ReadRow]) -> References:
         rows = [row for row in read.values() if row.has_references]

@@ -32,9 +32,8 @@ from skyrl_tinker.engine.trainer.optim_steps import step_item
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator
 from skyrl_tinker.errors import TrainerError
 from skyrl_tinker.protocol.protobuf import pass_results
-from skyrl_tinker.store.futures import outcomes
+from skyrl_tinker.store.futures import outcomes, queue
 from skyrl_tinker.store.futures.queue import QueuedRow
-from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.replay.unit_records import RanRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.off_loop import off_loop
@@ -204,8 +203,8 @@ class Replay:
         if not rows:
             return
         budget = rows[0].row_budget or self._trainer.spec.token_budget
-        smaller, read = retry_budget(budget), unit_records.read_bodies
-        ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False), read)
+        smaller = retry_budget(budget)
+        ready = await self._passes.prepare(Pass(tuple(row.row for row in rows), full=False), ended=True)
         result = await self._passes.execute(ready, smaller if apart else budget)
         if result.exhausted and not apart:
             if len(units := list(as_they_ran(rows))) > 1:
@@ -242,7 +241,7 @@ class Replay:
         """Compare the logprobs with the delivered ones, if these are still stored."""
         ids = [row.request_id for row, _ in passed]
         read = partial(outcomes.find_many, request_ids=ids)
-        found = await persistently(lambda: self._store.fetch(read))
+        found = await persistently(self._store.fetch, read)
         delivered = {
             outcome.request_id: outcome.body
             for outcome in found
@@ -261,9 +260,7 @@ class Replay:
         if not rows:
             return
         ids = [row.id for row in rows]
-        bodies = await persistently(
-            lambda: self._store.fetch(lambda conn: unit_records.read_bodies(conn, ids))
-        )
+        bodies = await persistently(self._store.fetch, partial(queue.read_bodies, ids=ids, ended=True))
         left = {model_of(row): (row, step_item(row, bodies[row.id])) for row in rows}
         while left:
             outputs = await self._trainer.optim_step([step for _, step in left.values()])

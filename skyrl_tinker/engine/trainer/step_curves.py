@@ -17,7 +17,7 @@ import numpy as np
 from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ModelKey, RequestKind
-from skyrl_tinker.domain.values import Datum, Failure, Float32, ForwardBackward, Number, PassOutput
+from skyrl_tinker.domain.values import Failure, Float32, ForwardBackward, Number, PassOutput
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.protocol.schemas.console import StepMeasures
 from skyrl_tinker.store.console import step_points
@@ -226,13 +226,9 @@ def _joined(request: ForwardBackward, name: str) -> Float32 | None:
     if name not in request.data[0].inputs:
         return None
     parts = [datum.inputs.get(name) for datum in request.data]
-    if not all(_fits(part, datum) for part, datum in zip(parts, request.data, strict=True)):
-        return None
-    return _flat([part for part in parts if part is not None])
-
-
-def _fits(part: Number | None, datum: Datum) -> bool:
-    return part is not None and part.shape == datum.target_tokens.shape
+    pairs = zip(parts, request.data, strict=True)
+    fit = [part for part, datum in pairs if part is not None and part.shape == datum.target_tokens.shape]
+    return _flat(fit) if len(fit) == len(parts) else None
 
 
 def _flat(arrays: Sequence[Number]) -> Float32:

@@ -26,7 +26,7 @@ from skyrl_tinker.engine.trainer.sleeping_models import SleepingModels
 from skyrl_tinker.engine.trainer.training_requests import TrainingRequests
 from skyrl_tinker.engine.trainer.unit_execution import UnitExecution
 from skyrl_tinker.errors import TrainerError, TrainerLostError
-from skyrl_tinker.protocol.queue_views import ASLEEP, INCIDENTS, Incident, LaneView, TrainingView
+from skyrl_tinker.protocol.queue_views import ASLEEP, INCIDENTS, Incident, TrainingView
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.training.trainer_group import TrainerGroup
@@ -97,14 +97,10 @@ class TrainerDriver:
         )
 
     def _list_waiting(self) -> TrainingView:
-        lanes = {
-            int(model): LaneView(lane.next_seq, lane.lowest, lane.storage_blocked, lane.session_id)
-            for model, lane in self._lanes.statuses().items()
-        }
         waiting = self._planner.in_turn()
         following = [row for row in waiting if row.kind is waiting[0].kind]
         return TrainingView(
-            lanes,
+            {int(model): lane for model, lane in self._lanes.statuses().items()},
             tuple(dict.fromkeys(row.session_id for row in waiting)),
             next_kind=waiting[0].kind if waiting else None,
             next_models=tuple(model_of(row) for row in following[:SHOWN_MODELS]),

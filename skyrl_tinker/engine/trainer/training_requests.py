@@ -10,22 +10,15 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import BaseModelFacts, Failure
-from skyrl_tinker.engine.outbox import FutureOutcome, Outbox
-from skyrl_tinker.engine.scheduling.lanes import Gap, Lanes, LaneStatus
+from skyrl_tinker.engine.outbox import Outbox
+from skyrl_tinker.engine.scheduling.lanes import Lanes
 from skyrl_tinker.engine.scheduling.row_work import model_of
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.engine.trainer.model_lifecycle import UNLOADED, ModelLifecycle
 from skyrl_tinker.store.futures import outcomes
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class LookedUp:
-    """Errors with which the API has failed rows, by row id, and failures of the models that have ended."""
-
-    refusals: Mapping[int, str]
-    closed: Mapping[ModelKey, Failure]
 
 
 @dataclass(eq=False)
@@ -46,23 +39,21 @@ class TrainingRequests:
         """Why nothing is trained, for the requests that wait."""
         self._refusal: str | None = None  # why they fail
 
-    async def look_up(self, rows: Sequence[QueuedRow]) -> LookedUp:
-        """Return the data that `submit` needs; call that immediately, as models may end meanwhile."""
+    async def submit(self, rows: Sequence[QueuedRow]) -> None:
+        """Accept training requests in the order of their arrival."""
         failed = [row for row in rows if row.status is FutureStatus.FAILED]
         refusals = await self._store.read(partial(_refusals, rows=failed)) if failed else {}
-        return LookedUp(refusals, await self._models.closed({model_of(row) for row in rows}))
-
-    async def submit(self, rows: Sequence[QueuedRow], looked_up: LookedUp) -> None:
-        """Accept training requests in the order of their arrival."""
+        ended = await self._models.closed({model_of(row) for row in rows})
+        self._metrics.arrived(rows)  # no other task runs between this and the lanes
         refused: list[tuple[int, FutureOutcome]] = []
         for row in rows:
-            closed = looked_up.closed.get(model_of(row))
+            closed = ended.get(model_of(row))
             if row.kind is RequestKind.UNLOAD_MODEL:
                 self._models.unload(row)
             elif closed is None and self.lanes.ended(row):
                 refused.append((row.id, UNLOADED))
             elif closed is None:
-                self.lanes.add(row, looked_up.refusals.get(row.id))
+                self.lanes.add(row, refusals.get(row.id))
             elif row.status is FutureStatus.PENDING:
                 refused.append((row.id, closed))
         await self._outbox.send(refused)
@@ -70,14 +61,6 @@ class TrainingRequests:
         self._woken.set()
         if self._refusal is not None:
             await self.refuse(self._refusal)
-
-    def lane_statuses(self) -> dict[ModelKey, LaneStatus]:
-        """Return the lanes with waiting rows."""
-        return self.lanes.statuses()
-
-    def gaps(self) -> dict[ModelKey, Gap]:
-        """Return the current gaps of lanes."""
-        return self.lanes.gaps()
 
     async def expire(self, late: Sequence[tuple[QueuedRow, Failure]]) -> None:
         """Fail requests that waited too long; later ones go on, as after any failed request."""
@@ -104,10 +87,6 @@ class TrainingRequests:
         """Release a model whose session is over, once it has no runnable requests left."""
         self._models.release(model)
         self._woken.set()
-
-    def knows(self, model: ModelKey) -> bool:
-        """Return whether a model is in training here."""
-        return self.lanes.knows(model)
 
     @property
     def asked(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_tinker.domain.ids import SAVES, Effect, FutureStatus, ModelKey, RequestKind
 from skyrl_tinker.domain.values import Failure, PassOutput
-from skyrl_tinker.engine.outbox import AWAY_S, FutureOutcome, read_persistently
+from skyrl_tinker.engine.outbox import AWAY_S, persistently
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.saves.sampler_saves import Publisher, SamplerSave
 from skyrl_tinker.engine.scheduling.lanes import Lanes
@@ -25,6 +25,7 @@ from skyrl_tinker.engine.trainer.step_curves import EndedWindows, StepCurves
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.redaction import without_paths
+from skyrl_tinker.store.futures.finish import FutureOutcome
 from skyrl_tinker.store.futures.queue import QueuedRow, window_failure
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.store import Store
@@ -68,7 +69,7 @@ class UnitExecution:
         return own_s
 
     async def __aenter__(self) -> None:
-        self._units = itertools.count(await read_persistently(self._store, unit_records.next_unit))
+        self._units = itertools.count(await persistently(self._store.read, unit_records.next_unit))
         await self._background.__aenter__()
         self._background.create_task(self._commits.run())
 
@@ -207,12 +208,12 @@ class UnitExecution:
         for save in saves:
             self._lanes.write_began(save.row)
         publishing = await self._sampler_saves.publish(saves, self._start_write, self._background.create_task)
-        for model, task in publishing.items():
-            self._lanes.publish_began(model)
-            task.add_done_callback(partial(self._publish_ended, model))
+        for save in saves:
+            self._lanes.save_began(save.row)
+            publishing[save.model.key].add_done_callback(partial(self._save_ended, save.row))
 
-    def _publish_ended(self, model: ModelKey, _: "asyncio.Task[bool]") -> None:
-        self._lanes.publish_ended(model)
+    def _save_ended(self, row: QueuedRow, _: "asyncio.Task[Any]") -> None:
+        self._lanes.save_ended(row)
         self._woken.set()
 
     async def _run_barrier(self, row: QueuedRow, *, recorded: bool = False) -> None:
@@ -231,8 +232,8 @@ class UnitExecution:
                 self._curves.drop(model_of(row))
                 self._background.create_task(self._remove_replaced(model_of(row)))
         if result.write is not None:
-            self._lanes.block_storage(model_of(row))
-            self._start_write(row, self._finish_write(model_of(row), result.write))
+            self._lanes.save_began(row)
+            self._start_write(row, result.write()).add_done_callback(partial(self._save_ended, row))
 
     def _end(
         self,
@@ -310,14 +311,6 @@ class UnitExecution:
         task = self._background.create_task(work)
         self._pending.follow(row.id, task)
         return task
-
-    async def _finish_write(self, model: ModelKey, write: Work) -> None:
-        """Write a save in the background: the model trains on, but neither saves nor loads."""
-        try:
-            await write()
-        finally:
-            self._lanes.unblock_storage(model)
-            self._woken.set()
 
     async def _remove_replaced(self, model: ModelKey) -> None:
         await self._commits.drain()

@@ -1,7 +1,6 @@
 """Clean-up: models and samples of sessions that are over, unused weights, deleted checkpoints, old rows."""
 
 import asyncio
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -59,9 +58,7 @@ class Cleanup:
             Step("unused weights", self._versions.sweep),
             Step("deleted checkpoints", self._remove_checkpoints),
             Step("old rows", purge.run_now, purge.every_s),
-            *StorageUpkeep(
-                self._store, self._storage, settings.checkpoint_cache_gb, self._is_loading
-            ).steps(),
+            *storage_steps(self._store, self._storage, settings.checkpoint_cache_gb, self._is_loading),
         )
 
     async def run(self) -> None:
@@ -76,8 +73,10 @@ class Cleanup:
             await step.tried()
 
     async def _end_expired_sessions(self) -> None:
+        detail = f"no heartbeat for {self._timeout_s:.0f} s"
         for session in await self._expired_sessions():
-            await self._end_session(session)
+            for model in await self._store.write(partial(_finish, session=session, detail=detail)):
+                self._trainer.release(model.key, model.base_model)
 
     async def _expired_sessions(self) -> list[SessionId]:
         """Return the sessions without a heartbeat.
@@ -92,12 +91,6 @@ class Cleanup:
         return await self._store.fetch(
             lambda conn: session_records.list_expired(conn, now, timeout_s, self._parked_s)
         )
-
-    async def _end_session(self, session: SessionId) -> None:
-        detail = f"no heartbeat for {self._timeout_s:.0f} s"
-        models = await self._store.write(lambda conn: _finish(conn, session, detail))
-        for model in models:
-            self._trainer.release(model.key, model.base_model)
 
     async def _end_samples(self) -> None:
         """Stop samples of finished sessions: nobody waits for them, and they may take minutes."""
@@ -145,27 +138,20 @@ def _finish(conn: Connection, session: SessionId, detail: str) -> list[model_rec
     return [row for row in model_records.list_for_session(conn, session) if row.state in session_records.HELD]
 
 
-class StorageUpkeep:
-    """Upkeep of object storage: its cache on this host, and leftovers of dead hosts in it."""
+def storage_steps(store: Store, storage: Storage, cache_gb: float | None, in_use: InUse) -> Iterator[Step]:
+    """Yield the upkeep of object storage: of its cache on this host, and of leftovers of dead hosts in it.
 
-    def __init__(self, store: Store, storage: Storage, cache_gb: float | None, in_use: InUse) -> None:
-        """`cache_gb`: limit of the cache; directories `in_use` are not evicted. None: no limit."""
-        self._store = store
-        self._storage = storage
-        self._in_use = in_use
-        self._cache_bytes = math.inf if cache_gb is None else cache_gb * GB
+    `cache_gb`: limit of the cache; directories `in_use` are not evicted. None: no limit. The steps raise
+    StorageError while the storage is away.
+    """
+    if cache_gb is not None:
+        evict = partial(in_transfer_thread, storage.evict, cache_gb * GB, in_use)
+        yield Step("the cache of checkpoints", evict, EVICT_S)
 
-    def steps(self) -> Iterator[Step]:
-        """Yield the steps, which raise StorageError while the storage is away."""
-        if math.isfinite(self._cache_bytes):
-            yield Step("the cache of checkpoints", self._evict, EVICT_S)
-        yield Step("files of dead hosts", self._discard_left, DISCARD_S)
-
-    async def _evict(self) -> None:
-        await in_transfer_thread(self._storage.evict, self._cache_bytes, self._in_use)
-
-    async def _discard_left(self) -> None:
+    async def discard_left() -> None:
         """Remove directories that dead hosts stored in part, or did not record."""
-        saves = leftovers.saves_of(await in_transfer_thread(self._storage.listed, CHECKPOINTS))
-        abandoned = await self._store.write(partial(leftovers.list_abandoned, saves=saves)) if saves else ()
-        await in_transfer_thread(self._storage.discard_old, CHECKPOINTS, abandoned)
+        saves = leftovers.saves_of(await in_transfer_thread(storage.listed, CHECKPOINTS))
+        abandoned = await store.write(partial(leftovers.list_abandoned, saves=saves)) if saves else ()
+        await in_transfer_thread(storage.discard_old, CHECKPOINTS, abandoned)
+
+    yield Step("files of dead hosts", discard_left, DISCARD_S)

@@ -28,18 +28,16 @@ class Purge:
         result_s, history_s, request_s = keep.results_s, keep.history_s, 2 * keep.results_s
         self._rules: dict[str, Callable[[float], Awaitable[None]]] = {
             "usage to be counted": lambda _: self._all(partial(usage_records.roll_up, most=COUNTED_AT_ONCE)),
-            "results": self._older(row_purges.purge_results, "finished_before", result_s),
+            "results": self._older(row_purges.purge_results, result_s),
             "prompts of samples": lambda _: self._all(row_purges.purge_prompts),
-            "samples": self._older(row_purges.purge_samples, "finished_before", request_s),
+            "samples": self._older(row_purges.purge_samples, request_s),
             "training requests": lambda now: self._purge_training(now - request_s),
-            "weight versions": self._older(row_purges.purge_versions, "dropped_before", request_s),
-            "stability records": self._older(row_purges.purge_stability, "used_before", keep.results_s),
-            "the audit log": self._older(row_purges.purge_audit, "before", history_s),
-            "usage": self._older(row_purges.purge_usage, "before", history_s),
-            "training curves": self._older(row_purges.purge_points, "before", history_s),
-            "removed checkpoints": self._older(
-                row_purges.purge_removed_checkpoints, "removed_before", history_s
-            ),
+            "weight versions": self._older(row_purges.purge_versions, request_s),
+            "stability records": self._older(row_purges.purge_stability, keep.results_s),
+            "the audit log": self._older(row_purges.purge_audit, history_s),
+            "usage": self._older(row_purges.purge_usage, history_s),
+            "training curves": self._older(row_purges.purge_points, history_s),
+            "removed checkpoints": self._older(row_purges.purge_removed_checkpoints, history_s),
             "ended sessions": lambda now: self._each(
                 partial(session_purges.ended_sessions, finished_before=now - request_s),
                 session_purges.clear_session,
@@ -64,10 +62,10 @@ class Purge:
             await rule(now)
 
     def _older(
-        self, take: Callable[..., bool], before: str, ttl_s: float
+        self, take: Callable[[Connection, float], bool], ttl_s: float
     ) -> Callable[[float], Awaitable[None]]:
-        """Return a rule that deletes rows after `ttl_s`; `before`: the argument that is their newest time."""
-        return lambda now: self._all(partial(take, **{before: now - ttl_s}))
+        """Return a rule that deletes rows after `ttl_s`."""
+        return lambda now: self._all(lambda conn: take(conn, now - ttl_s))
 
     async def _purge_training(self, finished_before: float) -> None:
         models = await self._store.fetch(lambda conn: unit_records.replayed_from(conn, finished_before))

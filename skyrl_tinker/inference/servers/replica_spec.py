@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.values import BaseModelFacts, Gpu
-from skyrl_tinker.inference.constants import LONE_SEQUENCES, MAX_SEQUENCES, RESERVED_SEQUENCES
+from skyrl_tinker.inference.constants import LONE_SEQUENCES, RESERVED_SEQUENCES
 
 if TYPE_CHECKING:  # `serve` itself does without an HTTP client
     from skyrl_tinker.inference.client.sampling_port import Dialect
@@ -94,7 +94,7 @@ class SamplerSpec:
     @property
     def most_sequences(self) -> int:
         """Number of sequences that a replica decodes at once: all that it may get, and the reserve."""
-        return (LONE_SEQUENCES if self.device == "cpu" else MAX_SEQUENCES) + RESERVED_SEQUENCES
+        return LONE_SEQUENCES[self.device] + RESERVED_SEQUENCES
 
     @property
     def workers(self) -> int:

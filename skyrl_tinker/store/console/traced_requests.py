@@ -67,6 +67,11 @@ _COLUMNS = (
     *(Future.created_at, Future.finished_at, Model.model_id, Future.sampling_session_id),
     *(Session.session_id, Session.display_name),
 )
+_REQUESTS = (
+    select(*_COLUMNS)
+    .join(Session, Session.session_id == Future.session_id)
+    .outerjoin(Model, Model.key == Future.model_key)
+)
 _FINISHED = Prepared(
     select(
         *_COLUMNS,
@@ -92,14 +97,8 @@ def finished_requests(conn: Connection, after: int, limit: int) -> list[Finished
 def recent_requests(conn: Connection, reach: Reach, since: float) -> list[TracedRequest]:
     """Return the requests that the caller sees and that were not finished at `since`, oldest first."""
     newest = conn.scalar(select(func.max(Future.id))) or 0
-    query = (
-        select(*_COLUMNS)
-        .join(Session, Session.session_id == Future.session_id)
-        .outerjoin(Model, Model.key == Future.model_key)
-        .where(Future.id > newest - MOST, or_(Future.finished_at.is_(None), Future.finished_at >= since))
-        .where(within(reach))
-        .order_by(Future.id)
-    )
+    lately = Future.id > newest - MOST, or_(Future.finished_at.is_(None), Future.finished_at >= since)
+    query = _REQUESTS.where(*lately, within(reach)).order_by(Future.id)
     return [TracedRequest(*row) for row in conn.execute(query)]
 
 
@@ -126,7 +125,5 @@ def requests_after(
     conn: Connection, track: ColumnElement[bool], after: int, limit: int
 ) -> list[TracedRequest]:
     """Return the requests of a track with a seq_id above `after`, in order."""
-    query = select(*_COLUMNS).join(Session, Session.session_id == Future.session_id)
-    query = query.outerjoin(Model, Model.key == Future.model_key).where(track, Future.seq_id > after)
-    query = query.order_by(Future.seq_id).limit(limit)
+    query = _REQUESTS.where(track, Future.seq_id > after).order_by(Future.seq_id).limit(limit)
     return [TracedRequest(*row) for row in conn.execute(query)]

@@ -162,7 +162,9 @@ class Writer:
     def _transact(self, begun: list[_Write]) -> None:
         """Commit the batch. Nearly all ops succeed, so SAVEPOINTs, at twice the cost, are for a retry."""
         if not self._run_together(begun):
-            self._run_apart(begun)
+            with self._transaction() as conn:
+                for write in begun:
+                    self._run_isolated(conn, write)
         calls = [write.then for write in begun if write.then is not None and write.error is None]
         for call in dict.fromkeys(calls):
             with suppress(OSError):
@@ -189,11 +191,6 @@ class Writer:
                 raise
             return False
         return True
-
-    def _run_apart(self, begun: list[_Write]) -> None:
-        with self._transaction() as conn:
-            for write in begun:
-                self._run_isolated(conn, write)
 
     def _run_isolated(self, conn: Connection, write: _Write) -> None:
         try:

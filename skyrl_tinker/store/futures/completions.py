@@ -6,12 +6,10 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select
 
-from skyrl_tinker.domain.ids import FutureStatus, Reach, RequestId, SamplingSessionId
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.domain.ids import FutureStatus, RequestId, SamplingSessionId
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.tables import Future, Result, SamplingSession, Session
+from skyrl_tinker.store.database.tables import Future, Result
 from skyrl_tinker.store.futures.outcomes import last_result_id
-from skyrl_tinker.store.owners import within
 
 CLONE_SEQ_IDS = 1_000_000_000
 """Number of seq ids that each client of a sampling session has; the first ones are the original client's."""
@@ -57,17 +55,6 @@ _NEWEST = Prepared(
         Future.seq_id < bindparam("end"),
     )
 )
-
-
-def require_sampler(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId) -> None:
-    """Raise NotFoundError if the caller sees no such sampling session."""
-    query = (
-        select(SamplingSession.sampling_session_id)
-        .join(Session, Session.session_id == SamplingSession.session_id)
-        .where(SamplingSession.sampling_session_id == sampling_session_id, within(reach))
-    )
-    if conn.scalar(query) is None:
-        raise NotFoundError(f"no sampling session {sampling_session_id}")
 
 
 def finished_since(

@@ -12,17 +12,20 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from skyrl_tinker.domain.ids import Effect, FutureStatus, ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure, Usage
+from skyrl_tinker.store import stability_records
 from skyrl_tinker.store.database.abstract_database import after_commit
-from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.rows import database_time
+from skyrl_tinker.store.database.prepared import Prepared, Sent
+from skyrl_tinker.store.database.rows import database_time, values_of
 from skyrl_tinker.store.database.tables import Future, Model, Request, Result
 from skyrl_tinker.store.futures.record import NewFuture, insert_future
+from skyrl_tinker.store.stability_records import SequenceRecord
 
 JSON_TYPE = "application/json"
 NO_USAGE = Usage()
 _log = logging.getLogger(__name__)
 
 _ENDED = "status", "finished_at", "error", "category"
+_RAN = "unit", "effect", "row_budget"
 _LIVE = (ModelState.CREATING, ModelState.READY)
 
 
@@ -33,11 +36,9 @@ def _ending(*columns: str) -> Prepared:
     return Prepared(update(Future).where(*pending).values(values).returning(Future.id))
 
 
-_END, _END_RAN = _ending(*_ENDED), _ending(*_ENDED, "unit", "effect", "row_budget")
+_END, _END_RAN = _ending(*_ENDED), _ending(*_ENDED, *_RAN)
 _RECORD = Prepared(
-    update(Future)
-    .where(Future.id == bindparam("future_id"))
-    .values({name: bindparam(name) for name in ("unit", "effect", "row_budget")})
+    update(Future).where(Future.id == bindparam("future_id")).values({name: bindparam(name) for name in _RAN})
 )
 _RESULT = Prepared(
     insert(Result), ("future_id", "content_type", "body", "input_tokens", "cached_tokens", "output_tokens")
@@ -59,42 +60,58 @@ NOTHING_RAN: Mapping[int, Ran] = MappingProxyType({})
 
 def record(conn: Connection, future_id: int, ran: Ran) -> None:
     """Record that a request ran, whether or not it has its result already."""
-    _RECORD.send(conn, {"future_id": future_id, **_columns(ran)})
+    _RECORD.send(conn, {"future_id": future_id, **values_of(ran)})
+
+
+@dataclass(frozen=True, slots=True)
+class FutureResult:
+    """Result as the bytes for the client, its tokens, and the records to keep of its sequences.
+
+    `keep_body`: that of the request stays, to be read.
+    """
+
+    content_type: str
+    body: bytes
+    records: tuple[SequenceRecord, ...] = ()
+    usage: Usage = NO_USAGE
+    keep_body: bool = False
+
+
+FutureOutcome = FutureResult | Failure
 
 
 def succeed(
     conn: Connection, future_id: int, content_type: str, body: bytes, usage: Usage = NO_USAGE
 ) -> None:
     """Finish with the bytes that the client gets. Does nothing if the future has finished already."""
-    succeed_all(conn, {future_id: (content_type, body, usage)})
+    finish_all(conn, {future_id: FutureResult(content_type, body, usage=usage)})
 
 
-def succeed_all(
+def fail(conn: Connection, future_id: int, failure: Failure) -> None:
+    """Finish with an error, and log it. Does nothing if the future has finished already."""
+    finish_all(conn, {future_id: failure})
+
+
+def finish_all(
     conn: Connection,
-    results: Mapping[int, tuple[str, bytes, Usage]],
+    outcomes: Mapping[int, FutureOutcome],
     kept: Collection[int] = (),
     ran: Mapping[int, Ran] = NOTHING_RAN,
-) -> list[int]:
-    """Finish futures, given content type, body and tokens by future id; keep the bodies of those `kept`.
-
-    Skips futures that have finished already; returns the ids of the others. `ran` is recorded of all.
-    """
-    ended = _end(conn, {id_: ran.get(id_) for id_ in results}, FutureStatus.DONE, None)
-    for future_id in ended:
-        _answer(conn, future_id, *results[future_id], keep_body=future_id in kept)
-    return ended
-
-
-def fail(
-    conn: Connection, future_id: int, failure: Failure, *, keep_body: bool = False, ran: Ran | None = None
 ) -> None:
-    """Finish with an error, and log it. Does nothing if the future has finished already, but for `ran`."""
-    if _end(conn, {future_id: ran}, FutureStatus.FAILED, failure):
-        _answer(conn, future_id, JSON_TYPE, failure_body(failure), NO_USAGE, keep_body=keep_body)
-        named = select(Future.kind, Future.request_id, Future.session_id).where(Future.id == future_id)
-        kind, request, session = conn.execute(named).one()
-        told = "%s %s of session %s failed: %s", kind, request, session, failure.message
-        after_commit(conn, partial(_log.info, *told))
+    """Finish futures, by id; keep the bodies of those `kept`. `ran` is recorded of all.
+
+    Skips futures that have finished already.
+    """
+    now = database_time(conn)
+    sent = {id_: _end(conn, id_, outcome, ran.get(id_), now) for id_, outcome in outcomes.items()}
+    ended = {id_: outcomes[id_] for id_, answer in sent.items() if answer.row() is not None}
+    for future_id, outcome in ended.items():
+        _answer(conn, future_id, outcome, keep_body=future_id in kept)
+    for future_id in ran.keys() & (outcomes.keys() - ended.keys()):
+        record(conn, future_id, ran[future_id])
+    results = {id_: outcome for id_, outcome in ended.items() if isinstance(outcome, FutureResult)}
+    if records := {id_: result.records for id_, result in results.items() if result.records}:
+        stability_records.add(conn, records)
 
 
 def fail_missing(
@@ -123,41 +140,28 @@ def failure_body(failure: Failure) -> bytes:
     return orjson.dumps({"error": failure.message, "category": failure.category})
 
 
-def _answer(
-    conn: Connection, future_id: int, content_type: str, body: bytes, usage: Usage, *, keep_body: bool
-) -> None:
-    key = {"future_id": future_id}
-    tokens = {name: getattr(usage, name) for name in ("input_tokens", "cached_tokens", "output_tokens")}
-    _RESULT.send(conn, {**key, **tokens, "content_type": content_type, "body": body})
-    if not keep_body:
-        _DROP_BODY.send(conn, key)
-
-
-def _end(
-    conn: Connection, ran: Mapping[int, Ran | None], status: FutureStatus, failure: Failure | None
-) -> list[int]:
-    """End futures, given how each ran; returns those that had not finished. Their answers come together."""
+def _end(conn: Connection, future_id: int, outcome: FutureOutcome, ran: Ran | None, now: float) -> Sent:
+    """End a future that has not finished, which this returns. The answers to several come together."""
+    failure = outcome if isinstance(outcome, Failure) else None
     end = {
-        "status": status,
-        "finished_at": database_time(conn),
+        "future_id": future_id,
+        "status": FutureStatus.FAILED if failure else FutureStatus.DONE,
+        "finished_at": now,
         "error": failure and failure.message,
         "category": failure and failure.category,
     }
-    sent = [
-        (
-            future_id,
-            _END_RAN.send(conn, {"future_id": future_id, **end, **_columns(each)})
-            if each
-            else _END.send(conn, {"future_id": future_id, **end}),
-        )
-        for future_id, each in ran.items()
-    ]
-    ended = [future_id for future_id, answer in sent if answer.row() is not None]
-    for future_id in ran.keys() - ended:
-        if each := ran[future_id]:
-            record(conn, future_id, each)
-    return ended
+    return _END_RAN.send(conn, {**end, **values_of(ran)}) if ran else _END.send(conn, end)
 
 
-def _columns(ran: Ran) -> dict[str, Any]:
-    return {"unit": ran.unit, "effect": ran.effect, "row_budget": ran.row_budget}
+def _answer(conn: Connection, future_id: int, outcome: FutureOutcome, *, keep_body: bool) -> None:
+    key = {"future_id": future_id}
+    result = FutureResult(JSON_TYPE, failure_body(outcome)) if isinstance(outcome, Failure) else outcome
+    content = {"content_type": result.content_type, "body": result.body}
+    _RESULT.send(conn, {**key, **values_of(result.usage), **content})
+    if not (keep_body or result.keep_body):
+        _DROP_BODY.send(conn, key)
+    if isinstance(outcome, Failure):
+        named = select(Future.kind, Future.request_id, Future.session_id).where(Future.id == future_id)
+        kind, request, session = conn.execute(named).one()
+        told = "%s %s of session %s failed: %s", kind, request, session, outcome.message
+        after_commit(conn, partial(_log.info, *told))

@@ -124,10 +124,10 @@ def queued_after(conn: Connection, cursor: int, limit: int = 1000) -> list[Queue
     return [QueuedRow(*row) for row in _QUEUED.rows(conn, {"cursor": cursor, "most": limit})]
 
 
-def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
-    """Return bodies by future id; requests that finished meanwhile are left out."""
+def read_bodies(conn: Connection, ids: Sequence[int], *, ended: bool = False) -> dict[int, bytes]:
+    """Return bodies by future id; without `ended` those of requests that have finished are left out."""
     rows = conn.execute(_BODIES, {"future_ids": ids})
-    return {row.future_id: row.body for row in rows if row.status is FutureStatus.PENDING}
+    return {row.future_id: row.body for row in rows if ended or row.status is FutureStatus.PENDING}
 
 
 def pending_of(conn: Connection, model: ModelKey) -> list[int]:

@@ -1,6 +1,6 @@
 """Records of requests: a new future, or the first request of the same key."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from secrets import token_hex
 
 from sqlalchemy import Connection, bindparam, insert, select
@@ -9,7 +9,7 @@ from skyrl_tinker.domain.ids import FutureStatus, ModelId, ModelKey, RequestId, 
 from skyrl_tinker.errors import SeqIdReusedError, UserError
 from skyrl_tinker.store.database.group_commit import LARGE_BYTES
 from skyrl_tinker.store.database.prepared import Gathered, Prepared
-from skyrl_tinker.store.database.rows import AnyRow, database_time
+from skyrl_tinker.store.database.rows import AnyRow, database_time, values_of
 from skyrl_tinker.store.database.tables import Future, Request, Session
 
 MAX_SEQ_ID = 2**63 - 1
@@ -17,18 +17,6 @@ MAX_SEQ_ID = 2**63 - 1
 FIRST = (Future.request_id, Future.kind, Future.digest, Future.sequence_ids)
 """Columns that tell if an earlier request is the same."""
 SESSION = (Session.session_id, Session.finished_at, Session.finish_reason)
-_COLUMNS = (
-    "request_id",
-    "kind",
-    "session_id",
-    "model_key",
-    "seq_id",
-    "digest",
-    "sequence_ids",
-    "status",
-    "created_at",
-)
-_FUTURE = Prepared(insert(Future).returning(Future.id), _COLUMNS)
 _BODY = Gathered(
     Request,
     ("future_id", "body"),
@@ -58,6 +46,12 @@ class NewFuture:
     model_key: ModelKey | None = None
 
 
+_GIVEN = [each.name for each in fields(NewFuture)]
+_FUTURE = Prepared(
+    insert(Future).returning(Future.id), [*_GIVEN, "request_id", "sequence_ids", "status", "created_at"]
+)
+
+
 def new_request_id() -> RequestId:
     """Return 128 random bits: a UUID takes three times as long."""
     return RequestId(token_hex(16))
@@ -66,20 +60,8 @@ def new_request_id() -> RequestId:
 def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) -> tuple[int, Accepted]:
     """Insert a pending future. Returns its id and the answer."""
     request_id = new_request_id()
-    (row,) = _FUTURE.rows(
-        conn,
-        {
-            "request_id": request_id,
-            "kind": new.kind,
-            "session_id": new.session_id,
-            "model_key": new.model_key,
-            "seq_id": new.seq_id,
-            "digest": new.digest,
-            "sequence_ids": (),
-            "status": FutureStatus.PENDING,
-            "created_at": database_time(conn),
-        },
-    )
+    pending = {"request_id": request_id, "sequence_ids": (), "status": FutureStatus.PENDING}
+    (row,) = _FUTURE.rows(conn, {**values_of(new), **pending, "created_at": database_time(conn)})
     return row.id, Accepted(request_id, (), model_id, created=True)
 
 

@@ -114,11 +114,9 @@ Admit = Callable[[Connection], None]
 """Check of a new request, which is made only if it was not submitted before."""
 
 
-def _any(_: Connection) -> None:
-    """Admit every request."""
-
-
-def submit_create(conn: Connection, new: Creation, *, owner: OwnerId | None, admit: Admit = _any) -> Accepted:
+def submit_create(
+    conn: Connection, new: Creation, *, owner: OwnerId | None, admit: Admit | None = None
+) -> Accepted:
     """Submit a model and its future (seq_id 0). With a failure both are stored as failed.
 
     Raises SeqIdReusedError, NotFoundError (no session), GoneError (session finished), and as `admit`.
@@ -133,7 +131,7 @@ def submit_create(conn: Connection, new: Creation, *, owner: OwnerId | None, adm
         require_same(row, new.kind, new.digest, where)
         return existing_answer(row, model.model_id)
     session_records.require_live(conn, model.session_id)
-    if failure is None:
+    if failure is None and admit is not None:
         admit(conn)
     state = ModelState.FAILED if failure else ModelState.CREATING
     key = model_records.add(conn, model, state, failure.message if failure else None)
@@ -195,7 +193,8 @@ def _submit_checked(
     if refusal is not None and not _awaited(conn, row.key, seq_id):
         raise refusal
     try:
-        (admit or _any)(conn)
+        if admit is not None:
+            admit(conn)
     except KeyLimitError as error:
         failure = failure or Failure(str(error), error.category)
     future = NewFuture(new.kind, seq_id, new.digest, row.session_id, model_key=row.key)

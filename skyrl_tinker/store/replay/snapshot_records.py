@@ -7,13 +7,12 @@ from sqlalchemy import Connection, bindparam, delete, insert, select
 from skyrl_tinker.domain.ids import ModelKey
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.prepared import Prepared
-from skyrl_tinker.store.database.rows import database_time
+from skyrl_tinker.store.database.rows import as_row, database_time, values_of
 from skyrl_tinker.store.database.tables import Snapshot
 
 _OF_MODEL = Snapshot.model_key == bindparam("of")
 _DIRECTORIES = select(Snapshot.model_key, Snapshot.directory)
 _FIND = Prepared(select(Snapshot.seq_id, Snapshot.directory, Snapshot.optimizer).where(_OF_MODEL))
-_PUT = insert(Snapshot)
 _DROP = Prepared(delete(Snapshot).where(_OF_MODEL))
 
 
@@ -29,22 +28,14 @@ class SnapshotRow:
 def put(conn: Connection, model: ModelKey, snapshot: SnapshotRow) -> None:
     """Replace a model's snapshot. The caller then removes the older one's files."""
     drop(conn, model)
-    values = {
-        "model_key": model,
-        "seq_id": snapshot.seq_id,
-        "directory": to_stored(conn, snapshot.directory),
-        "optimizer": snapshot.optimizer,
-        "created_at": database_time(conn),
-    }
-    conn.execute(_PUT, values)
+    values = {**values_of(snapshot), "directory": to_stored(conn, snapshot.directory)}
+    conn.execute(insert(Snapshot), {**values, "model_key": model, "created_at": database_time(conn)})
 
 
 def find(conn: Connection, model: ModelKey) -> SnapshotRow | None:
     """Return a model's snapshot; None: it begins as it was created."""
     row = _FIND.row(conn, {"of": model})
-    if row is None:
-        return None
-    return SnapshotRow(row.seq_id, from_stored(conn, row.directory), row.optimizer)
+    return None if row is None else as_row(SnapshotRow, row, directory=from_stored(conn, row.directory))
 
 
 def all_directories(conn: Connection) -> dict[ModelKey, str]:

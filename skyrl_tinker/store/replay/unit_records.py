@@ -1,6 +1,5 @@
 """Units of work that training requests ran in, as replay reads them; `finish` records them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,11 +89,6 @@ def replayed_from(conn: Connection, finished_before: float) -> dict[ModelKey, in
     return {ModelKey(model): seq_id for model, seq_id in rows}
 
 
-def read_bodies(conn: Connection, ids: Sequence[int]) -> dict[int, bytes]:
-    """Return bodies by future id, also of requests that have finished."""
-    return {row.future_id: row.body for row in conn.execute(_BODIES, {"of": ids})}
-
-
 def next_seq(conn: Connection, model: ModelKey) -> int:
     """Return the seq_id behind the last request that ran."""
     last = _LAST_RAN.row(conn, {"of": model})
@@ -133,9 +127,6 @@ _WINDOW_ERROR = (
     .where(Future.kind.in_(IN_WINDOW), Future.status == FutureStatus.FAILED)
     .order_by(Future.seq_id)
     .limit(1)
-)
-_BODIES = select(Request.future_id, Request.body).where(
-    Request.future_id.in_(bindparam("of", expanding=True))
 )
 _UNFINISHED = Prepared(
     select(Future.id).where(

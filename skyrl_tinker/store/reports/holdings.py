@@ -47,7 +47,7 @@ def stored_bytes(conn: Connection, owner: OwnerId | None) -> int:
         .join(Session, Session.session_id == Model.session_id)
         .where(owned_by(owner), *is_live(conn))
     )
-    return _number(conn, query)
+    return int(conn.scalar(query) or 0)
 
 
 def pending_requests(conn: Connection) -> dict[OwnerId | None, int]:
@@ -69,7 +69,3 @@ def _models(owner: OwnerId | None, *columns: Any) -> Any:
 
 def _sessions(conn: Connection, query: Any) -> list[SessionId]:
     return [SessionId(session) for session in conn.scalars(query.order_by(Session.last_heartbeat_at))]
-
-
-def _number(conn: Connection, query: Any) -> int:
-    return int(conn.scalar(query) or 0)

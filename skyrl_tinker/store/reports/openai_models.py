@@ -12,13 +12,6 @@ from skyrl_tinker.store import checkpoint_records, weight_versions
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
 
-def find(
-    conn: Connection, reach: Reach, model: str, bases: Bases
-) -> tuple[CheckpointRow, WeightVersion] | None:
-    """Return the weights that a model name means, None for a base model. Raises as `find_weights`."""
-    return None if bases.find(model) is not None else find_weights(conn, reach, model, bases)
-
-
 def find_weights(
     conn: Connection, reach: Reach, model: str, bases: Bases
 ) -> tuple[CheckpointRow, WeightVersion]:

@@ -36,7 +36,7 @@ def periods_between(conn: Connection, reach: Reach, start: float, end: float) ->
         SavedCheckpoint.created_at,
         SavedCheckpoint.deleted_at,
         SavedCheckpoint.expires_at,
-    ).where(SavedCheckpoint.created_at < end, *(_open_or_after(ends, start) for ends in _ENDS))
+    ).where(SavedCheckpoint.created_at < end, *(or_(ends.is_(None), ends > start) for ends in _ENDS))
     return [_stored(row) for row in conn.execute(query)]
 
 
@@ -59,10 +59,6 @@ def _stored(row: AnyRow) -> StoredPeriod:
 
 
 _ENDS = (SavedCheckpoint.deleted_at, SavedCheckpoint.expires_at)
-
-
-def _open_or_after(ends: Any, start: float) -> Any:
-    return or_(ends.is_(None), ends > start)
 
 
 def _within(reach: Reach, *columns: Any) -> Select[Any]:

@@ -64,7 +64,7 @@ async def ran(world: World, model: str, seq_id: int, data: list[types.Datum], *l
     future_id, result = await world.id_of(request), pass_output(*logprobs)
 
     def end(conn: object) -> None:
-        finish.succeed_all(conn, {future_id: (PROTOBUF, result, finish.NO_USAGE)}, [future_id])
+        finish.finish_all(conn, {future_id: finish.FutureResult(PROTOBUF, result)}, [future_id])
 
     await world.store.write(end)
     return request
@@ -182,8 +182,8 @@ async def test_a_sample_has_its_prompt_while_that_is_stored(world: World, served
         body = sample(sampler, number, prompt={"chunks": [chunk]})
         requests.append(str((await world.ok("asample", body))["request_id"]))
     ids = [await world.id_of(each) for each in requests]
-    results = dict.fromkeys(ids, (PROTOBUF, sample_output([7, 8], [7]), finish.NO_USAGE))
-    await world.store.write(lambda conn: finish.succeed_all(conn, results, ids[:2]))
+    results = dict.fromkeys(ids, finish.FutureResult(PROTOBUF, sample_output([7, 8], [7])))
+    await world.store.write(lambda conn: finish.finish_all(conn, results, ids[:2]))
     listed = (await get(world, "console/requests"))["requests"]
     assert [each["prompt"] for each in listed] == [None, "1+1=", "2+2="]
     assert {each["name"] for each in listed} == {"letters"}

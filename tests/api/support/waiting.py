@@ -89,14 +89,13 @@ class Waiting:
         self.driver, _ = compose_training(
             base, trainer, store, outbox, versions, WarningBoard(store), metrics
         )
-        self.training = TrainDispatch([self.driver], store, metrics)
+        self.training = TrainDispatch([self.driver], store)
         self._intake = Intake(store, self.bell, self.training, self.samples, metrics)
         self.deadlines = Deadlines(
             store,
             metrics,
             self.training,
             self.samples,
-            outbox,
             Gaps(store, self.bell, self.training, self.settings.timeouts.gap_s),
             self.settings.timeouts.request_s,
         )

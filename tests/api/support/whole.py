@@ -49,7 +49,7 @@ class Engine:
         self.driver, _ = compose_training(
             base, trainer, store, outbox, versions, WarningBoard(store), metrics
         )
-        self.training = TrainDispatch([self.driver], store, metrics)
+        self.training = TrainDispatch([self.driver], store)
         self.intake = Intake(store, bell, self.training, samples, metrics)
 
     async def run(self) -> None:

@@ -14,7 +14,7 @@ from skyrl_tinker.config import Settings, Timeouts
 from skyrl_tinker.domain.ids import ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import gaps
-from skyrl_tinker.engine.colocation.placement import Separate
+from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.gaps import NOTED_S, QUIET_S
 from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.database.tables import Future, Session
@@ -47,7 +47,7 @@ async def server_failure(made: Waiting, request_id: str) -> str:
 async def parked(made: Waiting, model: str, seq_id: int) -> str:
     """A step that the engine has seen and cannot run."""
     request_id = await submit(made.api, "optim_step", step(model, seq_id))
-    await until(lambda: any(s.lowest == seq_id for s in made.driver.requests.lane_statuses().values()))
+    await until(lambda: any(s.lowest == seq_id for s in made.driver.requests.lanes.statuses().values()))
     return request_id
 
 
@@ -83,7 +83,7 @@ async def test_the_next_engine_knows_that_a_window_has_a_missing_number(settings
     async with waiting(settings) as made:
         model = await ready_model(made.api)
         ran = await submit(made.api, "forward", old_json(model, 2, "forward_input"))
-        await until(made.driver.requests.gaps)
+        await until(made.driver.requests.lanes.gaps)
         await closes(made, time.time())
         assert (await made.api.result(ran, **PROTOBUF)).headers["content-type"] == PROTO
     async with waiting(settings) as made:
@@ -134,7 +134,7 @@ async def test_a_gap_too_large_for_any_client_ends_its_model_alone(made: Waiting
 async def stands(made: Waiting, seq_id: int) -> bool:
     """Whether the model still waits for this number."""
     assert not [row for row in await made.api.queued() if row.kind is RequestKind.MISSING]
-    return made.driver.requests.gaps()[ModelKey(1)].seq_ids.start == seq_id
+    return made.driver.requests.lanes.gaps()[ModelKey(1)].seq_ids.start == seq_id
 
 
 async def test_a_gap_has_its_time_again_after_the_machine_was_suspended(
@@ -148,7 +148,7 @@ async def test_a_gap_has_its_time_again_after_the_machine_was_suspended(
     await made.deadlines.enforce(now + asleep_s)
     assert await stands(made, 1)
     await closes(made, now + asleep_s, made.settings.timeouts.gap_s)
-    await until(lambda: not made.driver.requests.gaps())
+    await until(lambda: not made.driver.requests.lanes.gaps())
 
 
 async def test_a_client_that_is_away_is_waited_for(made: Waiting) -> None:
@@ -164,9 +164,10 @@ async def test_a_client_that_is_away_is_waited_for(made: Waiting) -> None:
 async def test_a_call_whose_chunks_still_come_is_waited_for(made: Waiting) -> None:
     """The first chunk comes last."""
     model, now = await ready_model(made.api), time.time()
+    lanes = made.driver.requests.lanes
     for seq_ids in (range(1, 3), range(1, 2)):
         await submit(made.api, "forward", old_json(model, seq_ids.stop, "forward_input"))
-        await until(lambda: [gap.seq_ids for gap in made.driver.requests.gaps().values()], [seq_ids].__eq__)
+        await until(lambda: [gap.seq_ids for gap in lanes.gaps().values()], [seq_ids].__eq__)
         await closes(made, now, QUIET_S - 0.1)
         assert await stands(made, 1)
         now += QUIET_S
@@ -322,7 +323,7 @@ async def test_one_that_had_no_turn_is_skipped(made: Waiting) -> None:
     await submit(made.api, "forward_backward", old_json(busy, 1))
     await until(lambda: "pass" in made.trainer.names())
     late = await submit(made.api, "forward", old_json(waiting_long, 1, "forward_input"))
-    await until(lambda: bool(made.driver.requests.lane_statuses()))
+    await until(lambda: bool(made.driver.requests.lanes.statuses()))
     await made.deadlines.enforce(time.time() + DAY + 1)
     assert "it never started on the trainer" in await server_failure(made, late)
     made.trainer.go_on.set()
@@ -359,7 +360,7 @@ async def test_requests_have_their_time_again_after_the_machine_was_suspended(
     assert "this sample was not done within 86400 s" in await server_failure(made, request_id)
 
 
-class Elsewhere(Separate):
+class Elsewhere(Placement):
     """The trainer has its turn when `mine` is set; `asked` counts the units that wait for it."""
 
     def __init__(self) -> None:

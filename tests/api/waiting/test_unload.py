@@ -55,7 +55,7 @@ async def test_a_session_that_ends_meanwhile_has_its_saves_though_one_waits_for_
         for n in (1, 2)
     ]
     await until(lambda: "persist" in made.trainer.names())
-    await until(lambda: any(lane.lowest == 2 for lane in made.driver.requests.lane_statuses().values()))
+    await until(lambda: any(lane.lowest == 2 for lane in made.driver.requests.lanes.statuses().values()))
     made.driver.requests.release(ModelKey(1))
     await made.api.result(await submit(made.api, "optim_step", step(other, 1)))
     made.trainer.disk.set()

@@ -36,7 +36,7 @@ def test_nobody_serves() -> None:
 async def test_weights_are_on_their_way(tmp_path: Path) -> None:
     samplers = samplers_on("http://127.0.0.1:1")
     version = WeightVersion(VersionId(1), "full", str(tmp_path))
-    async with samplers.fleet.changing:  # so that they have to wait
+    async with samplers.fleet.changing.hold():  # so that they have to wait
         swap = asyncio.create_task(samplers.announce(version))
         await until(lambda: samplers.paused == "samplers are updating weights")
     await asyncio.wait((swap,))

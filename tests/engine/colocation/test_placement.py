@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_tinker.config import Phases
 from skyrl_tinker.engine.colocation.phases import IDLE_S, PhaseState, PhaseView, due_in
-from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Separate
+from skyrl_tinker.engine.colocation.placement import AwakeLock, Colocated, Placement
 from tests.engine.support.simulation import now, simulated
 
 LIMITS = Phases(min_s=0.2, max_s=10.0)
@@ -65,7 +65,7 @@ class Devices:
             assert (self.onloaded, self.awake) == (True, False)
 
     async def change(self, seconds: float) -> None:
-        async with self.changing:
+        async with self.changing.hold():
             before = self.switches
             await asyncio.sleep(seconds)
             assert (self.onloaded, self.awake) == (False, True)
@@ -277,8 +277,8 @@ async def test_fresh_processes_begin_with_the_samplers_phase_whenever_the_last_o
 
 
 async def test_separate_parts_never_wait() -> None:
-    placement = Separate()
-    async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement):
+    placement = Placement()
+    async with placement.training(), placement.sampling(), placement.awake(), AwakeLock(placement).hold():
         await placement.run(Devices())
     async with placement.updating() as awake:
         assert awake

@@ -79,7 +79,13 @@ class Keeper(SnapshotKeeper):
 
     def __init__(self, ranks: Ranks, root: Path, replay_s: float = 1e9) -> None:
         nothing, recovery = cast(Any, None), Recovery(replay_s=replay_s, snapshot_share=0.99)
-        super().__init__(nothing, cast(Any, ranks), cast(Any, ranks), root, _keep, LOCAL_DISK, recovery)
+        self.saving: dict[ModelKey, int] = {}  # by model the seq_id of a save that is not answered
+
+        def saves_until(model: ModelKey, seq_id: int) -> bool:
+            return self.saving.get(model, seq_id + 1) <= seq_id
+
+        others = root, _keep, LOCAL_DISK, recovery, saves_until
+        super().__init__(nothing, cast(Any, ranks), cast(Any, ranks), *others)
         self._numbers = itertools.count(1)
         self.looks = self.work.by_model = Looks()
 
@@ -165,4 +171,25 @@ async def test_models_are_looked_at_for_a_snapshot_and_not_after_each_unit(tmp_p
         await keeper.take_due()
     assert keeper.looks.count == seen, "another is taken only once these are written"
     ranks.go_on.set()
+    await keeper.stored()
+
+
+async def test_a_model_whose_snapshot_an_unfinished_export_bars_lets_others_go_first(tmp_path: Path) -> None:
+    ranks = Ranks()
+    keeper = Keeper(ranks, tmp_path)
+    large, small = ModelKey(0), ModelKey(1)
+    ranks.fitting = lambda sizes: 1  # type: ignore[method-assign]
+    keeper.saving[large] = 1
+    for _ in range(3):  # it trains on, and would have the longest replay each time
+        keeper.run([large], Effect.STEP, 100.0)
+    assert (keeper.would_help, keeper.owed) == (False, False), "none can be kept"
+    keeper.run([small], Effect.STEP)
+    await keeper.take_largest()
+    assert [*keeper._writing] == [small]
+    ranks.go_on.set()
+    await keeper.stored()
+    assert not keeper.would_help
+    del keeper.saving[large]
+    await keeper.take_largest()
+    assert [*keeper._writing] == [large]
     await keeper.stored()

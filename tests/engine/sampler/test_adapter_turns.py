@@ -177,7 +177,7 @@ async def test_what_is_loaded_takes_turns_while_adapters_cannot_be_changed(tmp_p
     changing = samplers.fleet.changing
 
     async def change(seconds: float) -> None:
-        async with changing:
+        async with changing.hold():
             await asyncio.sleep(seconds)
 
     async with asyncio.TaskGroup() as tasks:
@@ -208,7 +208,7 @@ def test_a_place_is_lent_while_its_adapter_cannot_be_loaded(tmp_path: Path, load
 
         async def change() -> None:
             for seconds in (60.0, 0.2, 0.2, 0.2):
-                async with changing:
+                async with changing.hold():
                     await asyncio.sleep(seconds)
 
         async with asyncio.TaskGroup() as tasks:
@@ -233,7 +233,7 @@ async def test_a_lent_place_comes_back_from_a_load_that_is_cancelled(tmp_path: P
     samplers, (new, old) = samplers_of(Batch()), adapters(tmp_path)
     await samplers.sample(old, ask(3))
     async with asyncio.TaskGroup() as tasks:
-        async with samplers.fleet.changing:
+        async with samplers.fleet.changing.hold():
             waiting = [tasks.create_task(samplers.sample(new, ask(3))) for _ in range(2)]
             await asyncio.sleep(0.01)
             waiting[0].cancel()

@@ -60,7 +60,7 @@ async def test_what_equips_a_newcomer_that_dies_tidies_up_before_others_change_a
             steps.append("tidied up")
 
     async def change() -> None:
-        async with fleet.changing:
+        async with fleet.changing.hold():
             steps.append("changed")
 
     admitting = asyncio.create_task(fleet._admit(0, NEW, equip))

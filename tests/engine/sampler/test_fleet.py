@@ -192,7 +192,7 @@ async def test_a_condemned_member_leaves_at_once_and_is_admitted_anew(
 ) -> None:
     async with supervised(fleet, store, bell):
         await asyncio.sleep(0.1)
-        async with fleet.changing:  # it leaves without it, and returns only with it
+        async with fleet.changing.hold():  # it leaves without it, and returns only with it
             fleet.condemn(line.url, "for a test")
             assert line.url not in fleet.client.server_urls
             await asyncio.sleep(0.5)

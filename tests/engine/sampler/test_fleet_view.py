@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_tinker.protocol.queue_views import ReplicaView
 from skyrl_tinker.system.interfaces import address_towards
-from skyrl_tinker.weight_sync.factory import ways_of
+from skyrl_tinker.weight_sync.factory import TRANSPORTS
 from tests.support.sampler_clients import opened_fleet, vllm_client, vllm_servers
 
 HERE, ELSEWHERE, UNKNOWN = "http://127.0.0.1:8100", "http://192.0.2.9:8100", "http://nowhere.invalid:8100"
@@ -19,7 +19,7 @@ async def test_each_replica_has_the_ways_of_its_host_and_none_while_it_is_replac
     servers = vllm_servers(urls, startup_s=1.0, hang_s=2.0, max_model_len=2)
     fleet = opened_fleet(vllm_client(HERE, urls), servers)
     fleet.condemn(urls[3], "it stands still")
-    assert fleet.view(ways_of("shared_memory")) == (
+    assert fleet.view(TRANSPORTS["shared_memory"].ways) == (
         ReplicaView(HERE, "serving", "127.0.0.1", "shared memory", "shared memory"),
         ReplicaView(ELSEWHERE, "serving", "192.0.2.9", "pull", "pull"),
         ReplicaView(UNKNOWN, "serving", "nowhere.invalid", "pull", "pull"),

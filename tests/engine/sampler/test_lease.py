@@ -91,7 +91,7 @@ async def test_what_is_cached_under_weights_is_found_under_them_alone_if_it_is_k
 
     async def swap(new: WeightVersion | None) -> None: ...
 
-    monkeypatch.setattr(samplers._swaps, "swap", swap)
+    monkeypatch.setattr(samplers.swaps, "swap", swap)
     full = WeightVersion(VersionId(1), "full", str(tmp_path))
     for source in (None, full, full, adapter(2, tmp_path), None):
         await samplers.sample(source, REQUEST)
@@ -120,7 +120,7 @@ async def test_an_adapter_that_a_sampler_has_lost_is_loaded_again(tmp_path: Path
 async def test_a_save_does_not_wait_for_a_change_of_all_samplers(tmp_path: Path) -> None:
     replica, version = Replica("stop"), adapter(1, tmp_path)
     samplers = samplers_of(replica)
-    async with samplers._adapters._fleet.changing:
+    async with samplers._adapters._fleet.changing.hold():
         await asyncio.wait_for(samplers.load(version), 60)
     assert replica.loads == []
     await samplers.sample(version, REQUEST)

@@ -16,13 +16,13 @@ import orjson
 import pyrage
 import pytest
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, RequestKind
+from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind, FutureStatus, ModelId, ModelKey, RequestKind
 from skyrl_tinker.domain.manifest import FILE_NAME, read_manifest, verify_files
 from skyrl_tinker.domain.peft_config import ADAPTER_FILE
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import leftovers
-from skyrl_tinker.engine.saves import external_exports, save_flow
+from skyrl_tinker.engine.saves import external_exports
 from skyrl_tinker.engine.saves.external_exports import Export, complete_export, finish_export
 from skyrl_tinker.errors import StorageError, TrainerError
 from skyrl_tinker.protocol import age_encryption
@@ -52,7 +52,7 @@ async def save(world: World, model: ModelId, seq_id: int) -> Accepted:
 
 async def found(world: World, model: ModelId) -> CheckpointRow | None:
     with reading(world.store) as conn:
-        return checkpoint_records.find_of_any_owner(conn, model, EXTERNAL, "a")
+        return checkpoint_records.find(conn, ALL_OWNERS, model, EXTERNAL, "a")
 
 
 def left(world: World) -> list[Path]:
@@ -104,7 +104,6 @@ class HeldEnds:
         self._full = full
         self._finish = external_exports.finish_export
         world.patch.setattr(external_exports, "finish_export", self)
-        world.patch.setattr(save_flow, "RETRY_S", 0.01)
         world.patch.setattr(outbox, "RETRY_S", 0.01)
 
     def __call__(self, *args: Any) -> int:

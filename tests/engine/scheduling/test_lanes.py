@@ -1,6 +1,7 @@
 """A model's requests run strictly by seq_id, and a refused one has exactly the reach it should."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -213,6 +214,7 @@ def test_a_backward_that_expires_while_it_runs_invalidates_its_window_and_a_forw
 
 
 LOAD, SYNC = row(1, RequestKind.LOAD_WEIGHTS), row(0, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER)
+SAVE = row(0, RequestKind.SAVE_WEIGHTS_EXTERNAL)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +227,10 @@ LOAD, SYNC = row(1, RequestKind.LOAD_WEIGHTS), row(0, RequestKind.SAVE_WEIGHTS_F
         lambda lanes: lanes.put_back_apart([row(0)]),
         lambda lanes: lanes.hold(MODEL),
         lambda lanes: lanes.resume(MODEL),
-        lambda lanes: lanes.block_storage(MODEL),
-        lambda lanes: lanes.unblock_storage(MODEL),
-        lambda lanes: lanes.publish_began(MODEL),
-        lambda lanes: lanes.publish_ended(MODEL),
+        lambda lanes: lanes.save_began(SAVE),
+        lambda lanes: lanes.save_ended(SAVE),
+        lambda lanes: lanes.save_began(SYNC),
+        lambda lanes: lanes.save_ended(SYNC),
         lambda lanes: lanes.write_began(SYNC),
         lambda lanes: lanes.write_ended(SYNC),
         lambda lanes: lanes.fetch_ended(LOAD),
@@ -260,10 +262,10 @@ def test_taking_out_of_order_is_a_bug_that_shows() -> None:
 @pytest.mark.parametrize("kind", [RequestKind.SAVE_WEIGHTS, RequestKind.LOAD_WEIGHTS])
 def test_a_held_lane_runs_up_to_its_next_save_or_load(kind: RequestKind) -> None:
     lanes = created(row(1), row(2, STEP), row(3, kind), row(4))
-    lanes.block_storage(MODEL)
+    lanes.save_began(SAVE)
     assert drain(lanes) == [1, 2]
     assert lanes.under_way(MODEL)
-    lanes.unblock_storage(MODEL)
+    lanes.save_ended(SAVE)
     assert drain(lanes) == [3, 4]
 
 
@@ -279,21 +281,32 @@ def test_a_lane_that_two_hold_waits_for_both() -> None:
 
 def test_a_model_that_was_closed_meanwhile_is_resumed_in_vain() -> None:
     lanes = created()
-    lanes.block_storage(MODEL)
+    lanes.save_began(SAVE)
     lanes.close(MODEL, Failure("lost", "server"))
-    lanes.unblock_storage(MODEL)
+    lanes.save_ended(SAVE)
     assert not lanes.under_way(MODEL)
 
 
 def test_a_load_waits_until_all_saves_for_samplers_before_it_are_written() -> None:
     lanes = created(row(1, RequestKind.SAVE_WEIGHTS), row(2, RequestKind.LOAD_WEIGHTS), row(3, STEP))
-    lanes.publish_began(MODEL)
-    lanes.publish_began(MODEL)
+    other = replace(SYNC, seq_id=-1)
+    lanes.save_began(other)
+    lanes.save_began(SYNC)
     assert drain(lanes) == [1]
-    lanes.publish_ended(MODEL)
+    lanes.save_ended(other)
     assert drain(lanes) == []
-    lanes.publish_ended(MODEL)
+    lanes.save_ended(SYNC)
     assert drain(lanes) == [2, 3]
+
+
+def test_saves_that_are_not_answered_are_known_up_to_a_seq_id() -> None:
+    lanes = created()
+    lanes.save_began(row(3, RequestKind.SAVE_WEIGHTS))
+    lanes.save_began(row(5, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER))
+    assert [lanes.saves_until(MODEL, seq_id) for seq_id in (2, 3, 9)] == [False, True, True]
+    lanes.save_ended(row(3, RequestKind.SAVE_WEIGHTS))
+    assert [lanes.saves_until(MODEL, seq_id) for seq_id in (4, 5)] == [False, True]
+    assert not lanes.saves_until(ModelKey(2), 9)
 
 
 def test_a_save_for_samplers_waits_until_the_one_before_it_is_written() -> None:
@@ -301,7 +314,7 @@ def test_a_save_for_samplers_waits_until_the_one_before_it_is_written() -> None:
     lanes = created(row(1, RequestKind.SAVE_WEIGHTS), row(2), row(3, kind), row(4, STEP))
     earlier = row(0, kind)
     lanes.write_began(earlier)
-    lanes.publish_began(MODEL)
+    lanes.save_began(earlier)
     assert drain(lanes) == [1, 2]
     lanes.write_ended(earlier)
     assert drain(lanes) == [3, 4], "although the earlier one is not published yet"
@@ -320,7 +333,7 @@ def test_a_lane_stands_until_the_files_of_its_load_are_here() -> None:
     (load,) = lanes.start_fetches()
     assert (load, lanes.start_fetches()) == (row(2, RequestKind.LOAD_WEIGHTS), [])
     assert lanes.under_way(MODEL)
-    assert lanes.statuses()[MODEL].storage_blocked
+    assert lanes.statuses()[MODEL].held
     assert set(heads(lanes)) == {other}
     lanes.fetch_ended(load)
     assert not lanes.under_way(MODEL)

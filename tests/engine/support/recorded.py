@@ -9,12 +9,12 @@ import numpy as np
 from skyrl_tinker.domain.ids import ModelId, RequestKind, SessionId
 from skyrl_tinker.domain.loss_specs import LOSSES
 from skyrl_tinker.domain.values import CustomLoss, Failure, ProvenanceSpan
-from skyrl_tinker.engine.outbox import FutureResult, finish_all
 from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.store import sampling_sessions
 from skyrl_tinker.store.custom_losses import NewLoss
 from skyrl_tinker.store.futures import queue, sample_submission, training_submission
+from skyrl_tinker.store.futures.finish import FutureResult, finish_all
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.futures.sample_submission import NewSample

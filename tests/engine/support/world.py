@@ -86,7 +86,7 @@ class World:
             self.driver, self.creation = training_half.compose_training(
                 base, trainer, store, outbox, versions, WarningBoard(store), metrics
             )
-        self.training = TrainDispatch([self.driver], store, metrics)
+        self.training = TrainDispatch([self.driver], store)
         self.bell = bell
         self.intake = Intake(store, bell, self.training, samples, metrics)
         self.running = asyncio.ensure_future(self._run())

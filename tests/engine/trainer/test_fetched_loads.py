@@ -14,7 +14,7 @@ from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, Reque
 from skyrl_tinker.domain.values import Failure, LoraSpec
 from skyrl_tinker.engine import outbox
 from skyrl_tinker.engine.recovery import snapshot_keeper
-from skyrl_tinker.engine.upkeep.cleanup import StorageUpkeep
+from skyrl_tinker.engine.upkeep.cleanup import storage_steps
 from skyrl_tinker.errors import StorageAwayError, TrainerError
 from skyrl_tinker.protocol.stored_requests import CreateViaLoadBody, LoadWeightsBody, SaveWeightsBody
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
@@ -191,7 +191,7 @@ async def test_what_was_fetched_stays_in_the_cache_however_long_its_load_waits(f
     await far.world.until(lambda: far.ran("load"))
     (directory,) = far.world.root.glob("*/weights/a~*")
     os.utime(directory, (0, 0))
-    for step in StorageUpkeep(far.world.store, far.storage, 0.0, is_loading).steps():
+    for step in storage_steps(far.world.store, far.storage, 0.0, is_loading):
         await step.run()
     assert directory.exists()
     far.world.workers.go_on.set()

@@ -11,11 +11,11 @@ from sqlalchemy import select
 
 from skyrl_tinker.domain.ids import ModelId, ModelKey, SessionId
 from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem, PassOutput, ProvenanceSpan
-from skyrl_tinker.engine.outbox import FutureResult
 from skyrl_tinker.engine.scheduling.planner import Pass
 from skyrl_tinker.engine.trainer.pass_preparation import PassCoordinator, ReadyPass
 from skyrl_tinker.server.base_models.tiny_model import make_model
 from skyrl_tinker.store.database.tables import StabilityRecord
+from skyrl_tinker.store.futures.finish import FutureResult
 from skyrl_tinker.store.futures.queue import QueuedRow
 from skyrl_tinker.store.stability_records import RoutingRecord, SequenceRecord
 from skyrl_tinker.store.store import Store

@@ -16,10 +16,18 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from skyrl_tinker.domain.ids import CheckpointKind, FutureStatus, ModelId, ModelKey, ModelState, RequestKind
+from skyrl_tinker.domain.ids import (
+    ALL_OWNERS,
+    CheckpointKind,
+    FutureStatus,
+    ModelId,
+    ModelKey,
+    ModelState,
+    RequestKind,
+)
 from skyrl_tinker.domain.values import Failure, LoraSpec, PassItem
 from skyrl_tinker.engine import outbox
-from skyrl_tinker.engine.colocation.placement import Separate
+from skyrl_tinker.engine.colocation.placement import Placement
 from skyrl_tinker.engine.recovery import leftovers, parking, snapshot_keeper
 from skyrl_tinker.engine.recovery.snapshot_keeper import SnapshotKeeper
 from skyrl_tinker.engine.recovery.unkept_work import MeanCost
@@ -36,7 +44,7 @@ from skyrl_tinker.protocol.stored_requests import LoadWeightsBody, SaveWeightsBo
 from skyrl_tinker.store import checkpoint_records, model_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.futures import cancellation
+from skyrl_tinker.store.futures import cancellation, queue
 from skyrl_tinker.store.futures.record import Accepted
 from skyrl_tinker.store.model_records import ModelRow
 from skyrl_tinker.store.replay import snapshot_records, unit_records
@@ -469,7 +477,7 @@ async def test_a_save_that_was_being_written_has_the_weights_of_its_turn(world: 
         world.workers.disk.set()
     await all_done(after, saving)
     with reading(world.store) as conn:
-        row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "0001")
+        row = checkpoint_records.find(conn, ALL_OWNERS, model, CheckpointKind.WEIGHTS, "0001")
     assert row is not None
     assert orjson.loads((Path(row.directory) / "steps.json").read_bytes()) == expected(1, 1)
     await train(after, model, 8, 1)
@@ -500,7 +508,7 @@ async def test_a_save_that_died_before_it_was_recorded_leaves_no_second_copy(wor
     failing = False
     await all_done(engine, saving)
     with reading(world.store) as conn:
-        row = checkpoint_records.find_of_any_owner(conn, model, CheckpointKind.WEIGHTS, "a")
+        row = checkpoint_records.find(conn, ALL_OWNERS, model, CheckpointKind.WEIGHTS, "a")
     assert row is not None
     saves = leftovers.list_saves(world.root)
     leftovers.remove(await world.store.write(partial(leftovers.list_abandoned, saves=saves)))  # at a start
@@ -517,7 +525,7 @@ async def bodies_of(world: World, model: ModelId) -> int:
     key = await journal.key_of(world.store, model)
     with reading(world.store) as conn:
         ids = [row.row.id for row in unit_records.ran_after(conn, key, 0)]
-        return len(unit_records.read_bodies(conn, ids))
+        return len(queue.read_bodies(conn, ids, ended=True))
 
 
 async def test_idle_models_are_kept_and_only_what_came_later_is_replayed(world: World) -> None:
@@ -911,12 +919,12 @@ async def test_samplers_on_the_same_devices_may_have_them_before_all_models_are_
     passes = [await journal.submit_pass(world.store, model, 8 - asleep) for model in models]
     loaded: list[int] = []  # before each context of the trainer
 
-    def training(_: Separate) -> AbstractAsyncContextManager[None]:
+    def training(_: Placement) -> AbstractAsyncContextManager[None]:
         loaded.append(len(after.workers.asked("load")))
         return nullcontext()
 
     world.patch.setattr(model_returns, "AT_ONCE", 2)
-    world.patch.setattr(Separate, "training", training)
+    world.patch.setattr(Placement, "training", training)
     after = world.new_engine()
     await all_done(after, *passes)
     assert loaded[: len(before)] == before

@@ -104,7 +104,7 @@ async def test_a_look_at_the_queues_while_a_step_runs_hides_no_refusal(world: Wo
     await world.until(world.workers.names, lambda names: "step" in names)
     why = Failure("datum 2: weights has length 3, expected 4", "user")
     await journal.submit(world.store, model, 2, RequestKind.FORWARD_BACKWARD, failure=why)
-    await world.until(world.driver.requests.lane_statuses, lambda lanes: key in lanes)
+    await world.until(world.driver.requests.lanes.statuses, lambda lanes: key in lanes)
     world.driver.view()
     world.workers.go_on.set()
     assert (await world.done(step)).status is FutureStatus.DONE

@@ -8,7 +8,7 @@ from pathlib import Path
 from skyrl_tinker.domain.ids import CheckpointKind
 from skyrl_tinker.domain.manifest import FILE_NAME
 from skyrl_tinker.domain.values import LoraSpec
-from skyrl_tinker.engine.upkeep.cleanup import CHECKPOINTS, StorageUpkeep
+from skyrl_tinker.engine.upkeep.cleanup import CHECKPOINTS, storage_steps
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage
 from skyrl_tinker.store import checkpoint_records
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
@@ -35,7 +35,7 @@ async def test_saves_that_were_stored_whole_and_never_recorded_go_after_a_day(
     recorded = str(directories["recorded"])
     new = NewCheckpoint(key, CheckpointKind.WEIGHTS, "a", recorded, "tiny", LoraSpec(8, 1), 1)
     await store.write(partial(checkpoint_records.add, new=new, replace=False))
-    (step,) = StorageUpkeep(store, storage, None, lambda _: False).steps()
+    (step,) = storage_steps(store, storage, None, lambda _: False)
     await step.run()
     kept = {directories[name] for name in ("recorded", "young", "foreign")}
     assert set(storage.listed(CHECKPOINTS)) == kept

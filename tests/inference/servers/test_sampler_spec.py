@@ -42,8 +42,9 @@ def test_arguments_of_vllm_are_added_or_take_the_place_of_defaults() -> None:
 
 def test_a_sampler_decodes_all_that_it_may_get_and_the_reserve() -> None:
     """Beyond it a newcomer's sample would wait for the longest of another session's."""
-    for spec in (SPEC, ON_GPU):
-        most = CONCURRENCY[spec.device].alone + RESERVED_SEQUENCES
+    for spec, alone in (SPEC, 384), (ON_GPU, 256):
+        assert CONCURRENCY[spec.device].alone == alone
+        most = alone + RESERVED_SEQUENCES
         assert int(value_of(flags(spec, 1), "--max-num-seqs")) == most
         assert int(value_of(sglang_process.flags(spec, 1, "lo"), "--max-running-requests")) == most
 

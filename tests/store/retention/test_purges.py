@@ -109,8 +109,8 @@ async def test_prompts_of_samples_stay_as_long_as_a_list_shows_them_and_their_re
     accepted = [await sample(store, sampler, number) for number in range(6)]
     before = await bodies(store)  # also that of the model
     ids = [(await outcome(store, each.request_id)).future_id for each in accepted[1:]]
-    ended = dict.fromkeys(ids, ("t", b"r", Usage(1, 0, 1)))
-    await store.write(lambda conn: finish.succeed_all(conn, ended, ids))
+    ended = dict.fromkeys(ids, finish.FutureResult("t", b"r", usage=Usage(1, 0, 1)))
+    await store.write(lambda conn: finish.finish_all(conn, ended, ids))
     await run_all(store, row_purges.purge_prompts)
     assert await bodies(store) == before - 2, "the first is pending, three are new"
     await purge_samples(store, time.time() + 1)
