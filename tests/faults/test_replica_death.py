@@ -55,7 +55,7 @@ def sample_many(server: Serve, sampler: tinker.SamplingClient) -> list[Future[ty
 
 def samples_in_flight(server: Serve) -> float:
     metrics = httpx.get(f"{server.url}/metrics").text
-    return float(re.search(r"^\S*samples_in_flight (\S+)$", metrics, re.M)[1])  # type: ignore[index]
+    return float(re.search(r"^\S*samples_in_flight\S* (\S+)$", metrics, re.M)[1])  # type: ignore[index]
 
 
 def assert_right(sampler: tinker.SamplingClient, answers: list[types.SampleResponse]) -> None:
