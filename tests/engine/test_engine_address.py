@@ -75,15 +75,15 @@ async def test_an_api_process_finds_it_by_the_store_and_ends_with_its_secrets(
     secrets = SigningSecrets(home)
     client = EngineClient(tmp_path / "no-socket", store, secrets)
     with pytest.raises(EngineUnavailableError):
-        await client.get("/metrics")
+        await client.ask("/metrics")
     address = engine.address
     await store.write(lambda conn: server_state.put(conn, server_state.ENGINE_ADDRESS, address))
-    assert b"skyrl_tinker" in await client.get("/metrics")
+    assert b"skyrl_tinker" in await client.ask("/metrics")
     rotate(home)
     with pytest.raises(EngineUnavailableError):
-        await client.get("/metrics")
+        await client.ask("/metrics")
     secrets.refresh()
-    assert b"skyrl_tinker" in await client.get("/metrics")
+    assert b"skyrl_tinker" in await client.ask("/metrics")
     await client.close()
 
 

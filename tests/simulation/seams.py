@@ -316,7 +316,7 @@ class _Unread:
     def inc(self, *_: object) -> None:
         """Count nothing."""
 
-    observe = set = set_function = inc
+    dec = observe = set = set_function = inc
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
