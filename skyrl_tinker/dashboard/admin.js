@@ -129,7 +129,7 @@ function state(key) {
 function limits(values) {
   const known = Object.entries(values);
   const free = known.filter(([, value]) => value === null).map(([name]) => name);
-  const set = known.filter(([, value]) => value !== null).map(([name, value]) => `${name} ${number(value)}`);
+  const set = known.filter(([, value]) => value !== null).map(([name, value]) => `${name} ${value.toLocaleString("en")}`);
   return [...(set.length ? [set.join(", ")] : []), ...(free.length ? [`no limit of ${free.join(", ")}`] : [])].join("; ");
 }
 

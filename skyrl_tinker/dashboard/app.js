@@ -102,4 +102,5 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
-document.fonts.load("1em Figtree").then(open, open); // the letters of charts are drawn once
+const late = new Promise((done) => setTimeout(done, 1000));
+Promise.race([document.fonts.load("1em Figtree"), late]).then(open, open); // the letters of charts are drawn once

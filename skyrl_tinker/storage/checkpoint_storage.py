@@ -148,11 +148,17 @@ class CheckpointStorage(Storage):
 
         No share waits for another one's turn, also where both want it.
         """
+        fetch = partial(in_load_thread, self.fetch, directory)
+        fetch_once = partial(self._once, ("fetch", directory), fetch)
+        if (
+            "fetch",
+            directory,
+        ) in self._under_way:  # its lock is held: a look would hold a disk thread as long
+            await fetch_once()
+            return
         look = partial(in_disk_thread, self._look, directory)
         if self._knows(directory) or await self._once(("look", directory), look):
             return
-        fetch = partial(in_load_thread, self.fetch, directory)
-        fetch_once = partial(self._once, ("fetch", directory), fetch)
         await self._once((share, directory), partial(in_load_turn, share, fetch_once))
 
     async def _once(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T:

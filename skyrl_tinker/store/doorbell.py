@@ -90,7 +90,8 @@ class SocketBell(Doorbell):
             names = os.listdir(self._directory)
         except FileNotFoundError:
             return ()
-        return [f"{self._directory}/{name}" for name in names if name.startswith("api-")]
+        sockets = (name for name in names if name.startswith("api-") and name.endswith(".sock"))
+        return [f"{self._directory}/{name}" for name in sockets]
 
     def _drain(self) -> None:
         """Empty the socket: several rings count as one."""

@@ -27,7 +27,14 @@ from skyrl_tinker.storage import checkpoint_storage, owner_mark
 from skyrl_tinker.storage.checkpoint_storage import UNUSED_S, CheckpointStorage
 from skyrl_tinker.storage.owner_mark import LocalPlace
 from skyrl_tinker.store.database.migrate import migrate
-from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_load_thread, in_transfer_thread
+from skyrl_tinker.system.off_loop import (
+    DISK_THREADS,
+    LOAD_THREADS,
+    TRANSFER_THREADS,
+    in_disk_thread,
+    in_load_thread,
+    in_transfer_thread,
+)
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
 from tests.support.waiting import PATIENCE_S, until
 
@@ -333,6 +340,37 @@ async def test_a_fetch_waits_for_no_other_directory_however_many_wait_for_that(
         go_on.set()
     await asyncio.gather(*waiting)
     assert content(slow).keys() == {*FILES, FILE_NAME}
+
+
+async def test_who_joins_a_fetch_holds_no_disk_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
+    directories = [write(tmp_path / "local" / str(number)) for number in range(DISK_THREADS)]
+    for directory in directories:
+        storage.store(directory)
+        shutil.rmtree(directory)
+    get, go_on, begun = storage._files.get_file, threading.Event(), set[str]()
+
+    def get_file(place: str, target: str) -> None:
+        begun.add(Path(place).parent.name)
+        go_on.wait()
+        get(place, target)
+
+    monkeypatch.setattr(storage._files, "get_file", get_file)
+    fetches = [asyncio.create_task(storage.fetch_off_loop(each)) for each in directories]
+    try:
+        await until(lambda: len(begun) == DISK_THREADS)
+        fetches += [asyncio.create_task(storage.fetch_off_loop(each)) for each in directories]
+        for _ in range(10):  # until each has begun what it does in a thread
+            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await in_disk_thread(int) == 0
+        assert not any(each.done() for each in fetches)
+    finally:
+        go_on.set()
+    await asyncio.gather(*fetches)
+    assert all(map(Path.exists, directories))
 
 
 async def test_a_fetch_waits_for_none_of_another_share_also_of_a_directory_that_it_waits_for(

@@ -221,6 +221,15 @@ async def test_the_socket_of_a_dead_api_process_is_removed(home: Path) -> None:
     api.close()
 
 
+async def test_a_ring_leaves_the_notes_of_api_processes(home: Path) -> None:
+    engine = SocketBell.bind(home, "engine")
+    note = user_directory(Path("/tmp"), home) / f"api-{os.getpid()}.listens"
+    note.touch()
+    engine.ring("api")
+    assert note.exists()
+    engine.close()
+
+
 async def test_a_new_engine_takes_over_the_socket_of_a_dead_one(home: Path) -> None:
     first = SocketBell.bind(home, "engine")
     second, api = SocketBell.bind(home, "engine"), SocketBell.bind(home, "api")

@@ -9,6 +9,7 @@
   succeeded despite an error, and a server that was taken over may go on writing.
 """
 
+import asyncio
 import secrets
 import shutil
 from abc import ABC, abstractmethod
@@ -22,9 +23,9 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind
 from skyrl_tinker.domain.tinker_path import TinkerPath
-from skyrl_tinker.engine.outbox import failure_of, json_answer, persistently, when_possible
+from skyrl_tinker.engine.outbox import RETRY_S, failure_of, json_answer, persistently, when_possible
 from skyrl_tinker.engine.unit_commits import PendingWrites, UnitCommits, UnitEnd
-from skyrl_tinker.errors import TrainerError, UserError
+from skyrl_tinker.errors import DiskFullError, TrainerError, UserError
 from skyrl_tinker.protocol.stored_requests import SaveExternalBody, SaveSamplerBody, SaveWeightsBody
 from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store import checkpoint_records, model_records
@@ -110,7 +111,7 @@ class SaveFlow(ABC, Generic[S]):
 
     async def _answer(self, save: S) -> bool:
         try:
-            size = await when_possible(self._make_files, save)
+            size = await self._write_with_room(save)
             self._pending.note_here(save.row.id)
             if save.path is not None:
                 await when_possible(in_transfer_thread, self._storage.store, save.directory)
@@ -161,7 +162,14 @@ class SaveFlow(ABC, Generic[S]):
         After DiskFullError it may be called again, if there is no directory yet.
         """
 
-    async def _make_files(self, save: S) -> int:
+    async def _write_with_room(self, save: S) -> int:
+        try:
+            return await self._write(save)
+        except DiskFullError:
+            await asyncio.sleep(RETRY_S)
+        return await when_possible(self._write_again, save)
+
+    async def _write_again(self, save: S) -> int:
         if not await in_disk_thread(save.directory.exists):
             return await self._write(save)
         with storage_errors("the weights could not be made durable"):  # an earlier try has renamed the files

@@ -239,8 +239,12 @@ class Lanes:
         self._changing(model).saving.pop(seq_id, None)
 
     def saves_until(self, model: ModelKey, seq_id: int) -> bool:
-        """Return whether a save up to this seq_id is not answered yet: no snapshot may replace it."""
-        return any(each <= seq_id for each in self._lane(model).saving)
+        """Return whether a checkpoint's save up to this seq_id is not answered: no snapshot may replace it.
+
+        Saves for samplers are most of the time written sooner than a snapshot, and bar none.
+        """
+        saving = self._lane(model).saving.items()
+        return any(each <= seq_id and kind in CHECKPOINTS for each, kind in saving)
 
     def write_began(self, row: QueuedRow) -> None:
         """Make saves for samplers wait until `write_ended`: the ranks hold one copy of this model at most."""

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from skyrl_tinker.errors import SamplerError
-from skyrl_tinker.inference.client.sample_channel import LARGEST, SampleChannels
+from skyrl_tinker.inference.client.sample_channel import CLOSE_S, LARGEST, SampleChannels
 from skyrl_tinker.inference.constants import REPLICA, SESSION
 from skyrl_tinker.inference.packed import OTHERWISE, unpack
 
@@ -157,7 +157,9 @@ class JsonHttp:
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
-            await session.close()
+            with suppress(TimeoutError):  # a server that reads nothing more of a channel
+                async with asyncio.timeout(CLOSE_S):
+                    await session.close()
 
 
 def bearer(token: str) -> dict[str, str]:

@@ -11,10 +11,10 @@ from skyrl_tinker.inference.packed import OTHERWISE, ask, told
 
 LARGEST = 8 * MiB
 """Bytes of the longest request on a channel: at 16 MiB a sampler's web server closes it."""
-HEARTBEAT_S = 30.0
+HEARTBEAT_S = 60.0
 """Seconds of silence until a sign of life is asked of the server, which has half of them to give one."""
-HANDSHAKE_S = 10.0
-AGAIN_S = 60.0
+HANDSHAKE_S, CLOSE_S = 10.0, 1.0
+AGAIN_S = 30.0
 """Seconds for which a server that refuses a channel, or says nothing, is not asked for one again."""
 
 
@@ -91,7 +91,9 @@ class _Channel:
         finally:
             self._writer.cancel()
             self._lose()
-            await self._socket.close()
+            with suppress(TimeoutError):  # a server that reads nothing more
+                async with asyncio.timeout(CLOSE_S):
+                    await self._socket.close()
 
     def _lose(self) -> None:
         self.lost = True

@@ -299,13 +299,14 @@ def test_a_load_waits_until_all_saves_for_samplers_before_it_are_written() -> No
     assert drain(lanes) == [2, 3]
 
 
-def test_saves_that_are_not_answered_are_known_up_to_a_seq_id() -> None:
+def test_saves_of_checkpoints_that_are_not_answered_are_known_up_to_a_seq_id() -> None:
     lanes = created()
     lanes.save_began(row(3, RequestKind.SAVE_WEIGHTS))
     lanes.save_began(row(5, RequestKind.SAVE_WEIGHTS_FOR_SAMPLER))
     assert [lanes.saves_until(MODEL, seq_id) for seq_id in (2, 3, 9)] == [False, True, True]
     lanes.save_ended(row(3, RequestKind.SAVE_WEIGHTS))
-    assert [lanes.saves_until(MODEL, seq_id) for seq_id in (4, 5)] == [False, True]
+    lanes.save_began(row(6, RequestKind.SAVE_WEIGHTS_EXTERNAL))
+    assert [lanes.saves_until(MODEL, seq_id) for seq_id in (4, 5, 6)] == [False, False, True]
     assert not lanes.saves_until(ModelKey(2), 9)
 
 

@@ -89,7 +89,7 @@ class _Samples:
         try:
             message = tell(request_id, *await self._generate_or_refuse(content, request))
         except Exception:
-            _log.exception("a sample failed")
+            _log.exception("a sample could not be answered")
             message = tell(request_id, 500, _UNFORESEEN)
         async with self._sending:
             with suppress(OSError, RuntimeError):  # the client has gone, or the connection is being closed
@@ -102,6 +102,9 @@ class _Samples:
         except VLLMError as error:
             refusal = await vllm_error_handler(request, error)
         except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
+            refusal = await exception_handler(request, error)
+        except Exception as error:
+            _log.exception("a sample failed")
             refusal = await exception_handler(request, error)
         return refusal.status_code, bytes(refusal.body)
 
