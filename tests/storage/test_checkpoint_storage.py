@@ -395,7 +395,8 @@ async def test_a_fetch_waits_for_none_of_another_share_also_of_a_directory_that_
         await until(lambda: len(begun) == LOAD_THREADS // 2)
         async with asyncio.timeout(PATIENCE_S):
             await storage.fetch_off_loop(directories[-1], "b")
-        assert begun == [*directories[: LOAD_THREADS // 2], directories[-1]]
+        assert len(begun) == LOAD_THREADS // 2 + 1  # of the first share any half: disk threads looked first
+        assert begun[-1] == directories[-1]
     finally:
         go_on.set()
     await asyncio.gather(*fetches)

@@ -3,6 +3,7 @@
 In a process of their own, because the SDK leaves its sockets to the garbage collector.
 """
 
+import os
 import sys
 
 sys.modules["torch"] = None  # an extra of the SDK, which takes seconds to import
@@ -71,3 +72,4 @@ SCENARIOS = {
 if __name__ == "__main__":
     with tinker.ServiceClient(base_url=sys.argv[1]) as client:
         SCENARIOS[sys.argv[2]](client)
+    os._exit(0)  # without an end of Python, which may abort while a thread of the SDK writes
