@@ -4,10 +4,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from skyrl_tinker.cli.running_server import RunningServer, ServerAwayError
 from skyrl_tinker.cli.terminal import tell
@@ -16,9 +17,11 @@ from skyrl_tinker.errors import StartupError, UserError
 from skyrl_tinker.protocol.schemas.base import MAX_INT64
 from skyrl_tinker.protocol.schemas.console import MOST_NAME, MOST_REPORTED
 
+T = TypeVar("T")
 POLL_S = 1.0
 AWAY_S = 5.0
 """Time between two tries while the server is away."""
+_CHECKPOINTS = "checkpoints.jsonl"
 _LOOKED_AT = 200  # runs, the last used first
 
 
@@ -52,19 +55,20 @@ def run_of(file: Path, server: RunningServer) -> str | None:
     It is the run of the last checkpoint that the cookbook wrote down beside them. A script that resumes goes
     on from that as another run, which is known by its parent until it has a checkpoint itself: it has taken
     a step, nothing came from its parent's script since it was made, and the metrics were written after that.
+    Raises StartupError if the server does not have it.
     """
     if (saved := _saved(file)) is None:
         return None
-    try:
-        runs = _last_used(server, saved)
-    except ServerAwayError:  # as `report` will find
+    runs = _answered(partial(_last_used, server, saved))
+    if saved not in runs:
+        require_run(server, saved, file.with_name(_CHECKPOINTS))
         return saved
     heirs = [
         (_time(each["created_at"]), run)
         for run, each in runs.items()
         if each["parent"] == saved and each["steps"]  # exports have a run without steps
     ]
-    if saved not in runs or not heirs:
+    if not heirs:
         return saved
     made, heir = max(heirs)
     alive = max(_time(runs[saved][sign]) for sign in ("last_heartbeat_at", "last_request_at"))
@@ -82,7 +86,7 @@ def _last_used(server: RunningServer, run: str) -> Mapping[str, Mapping[str, Any
 
 def _saved(file: Path) -> str | None:
     try:
-        lines = file.with_name("checkpoints.jsonl").read_text().splitlines()
+        lines = file.with_name(_CHECKPOINTS).read_text().splitlines()
         return tinker_path.parse(json.loads(lines[-1])["state_path"]).model_id
     except (OSError, IndexError, ValueError, KeyError, TypeError, UserError):
         return None
@@ -92,13 +96,28 @@ def _time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
+def require_run(server: RunningServer, run: str, source: object) -> None:
+    """Raise StartupError for a run that the server does not have, with the `source` that names it."""
+    if not _answered(partial(server.has_run, run)):
+        raise StartupError(
+            f"{source}: found run {run}, expected the id of one of {server.url} (`skyrl-tinker runs`)"
+        )
+
+
 def report(server: RunningServer, run: str, record: Record) -> None:
-    """Report a record, in as many requests as its numbers take; say so and wait while no server answers."""
-    numbers, told = [*record.values.items()], False
-    while numbers:
+    """Report a record, in as many requests as its numbers take."""
+    numbers = [*record.values.items()]
+    for first in range(0, len(numbers), MOST_REPORTED):
+        part = dict(numbers[first : first + MOST_REPORTED])
+        _answered(partial(server.report, run, record.step, part))
+
+
+def _answered(ask: Callable[[], T]) -> T:
+    """Return an answer; say so and wait while no server gives one."""
+    told = False
+    while True:
         try:
-            server.report(run, record.step, dict(numbers[:MOST_REPORTED]))
-            del numbers[:MOST_REPORTED]
+            return ask()
         except ServerAwayError as error:
             if not told:
                 tell(f"{error}; trying again every {AWAY_S:g} s")

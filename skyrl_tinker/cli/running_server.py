@@ -120,6 +120,14 @@ class RunningServer:
         params = {"limit": most, "sort": sort, "order": order} | ({"search": words} if words else {})
         return self._ask("GET", "/api/v1/console/runs", params=params)
 
+    def has_run(self, run: str) -> bool:
+        """Return whether there is a run of this id."""
+        try:
+            self._ask("GET", f"/api/v1/console/runs/{quote(run, safe='')}")
+        except NotThereError:
+            return False
+        return True
+
     def newest_run(self) -> str:
         """Return the run with the latest request. Raises StartupError if there is none."""
         if not (runs := self.runs(1)["runs"]):

@@ -132,6 +132,8 @@ def follow(
     """Report the numbers of a script's metrics.jsonl, as the cookbook writes it, to its run, until Ctrl-C."""
     on = not once
     with suppress(KeyboardInterrupt):
+        if run is not None:
+            metrics_file.require_run(server, run, "--run")
         file = metrics_file.metrics_file(log_path, on=on)
         chosen, seen = run or metrics_file.run_of(file, server) or server.newest_run(), 0.0
         show([f"{file}: reported to run {chosen}"])

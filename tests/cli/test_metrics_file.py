@@ -127,8 +127,14 @@ def test_a_log_that_is_not_there_and_a_run_that_is_not_known_are_named(
 ) -> None:
     url, _ = served
     assert "found no metrics.jsonl" in follow(url, str(tmp_path / "none"))
-    log = log_of(tmp_path / "log", {"step": 0, "reward": 0.5})
-    assert "no training run nobody" in follow(url, str(log), "--run", "nobody")
+    told = f"expected the id of one of {url} (`skyrl-tinker runs`)"
+    log = log_of(tmp_path / "log")  # a script's first step may take long
+    (log / "checkpoints.jsonl").write_text('{"state_path": "tinker://elsewhere/weights/a"}\n')
+    assert f"{log / 'checkpoints.jsonl'}: found run elsewhere, {told}" in follow(url, str(log))
+    for directory in (log, tmp_path / "none"):
+        refusal = follow(url, str(directory), "--run", "nobody")
+        assert refusal.startswith("exit code 1: ")
+        assert f"--run: found run nobody, {told}" in refusal
 
 
 def test_a_log_that_is_not_there_yet_is_waited_for(
