@@ -151,6 +151,7 @@ def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
     `columns`: of the terminal, into which the table is fitted; None: it is whole.
     """
     shown = [run for run in runs["runs"] if not _of_command(run)]
+    projects = any(run["project_id"] for run in shown)
     rows = [
         {
             "name": run["name"] or "",
@@ -159,6 +160,7 @@ def run_lines(runs: Facts, columns: int | None = None) -> Iterator[str]:
             "reward": "" if run["reward"] is None else f"{run['reward']:.4g}",
             "loss": "" if run["loss"] is None else f"{run['loss']:.4g}",
             "last request": f"{_since(run['last_request_at'])} ago",
+            **({"project": run["project_id"] or ""} if projects else {}),
             "owner": run["owner"],
             "run": run["run_id"],
             "hyperparameters": _hyperparameters(run),

@@ -138,6 +138,16 @@ def test_runs_are_told_with_all_their_steps_and_ages_and_without_those_of_the_ti
     assert more == "and 1 more"
 
 
+def test_projects_of_runs_have_a_column_where_one_has_a_project() -> None:
+    runs = [RUN | {"name": name, "project_id": project} for name, project in (("a", "maths"), ("b", None))]
+    heads, first, second = [line for line in run_lines({"runs": runs, "total": 2}) if line][:3]
+    assert "  last request  " in heads
+    assert "project" in re.split(r"  +", heads)
+    assert "maths" in re.split(r"  +", first)
+    assert "maths" not in second
+    assert "project" not in next(line for line in run_lines({"runs": runs[1:], "total": 1}) if line)
+
+
 def _shown(columns: int, name: str = "letters") -> list[str]:
     run = RUN | {"name": name, "run_id": f"{'0123456789ab' * 3}:train:0", "state": "ready", "steps": 3}
     told = {
@@ -193,6 +203,7 @@ def test_a_run_whose_script_sends_no_heartbeat_says_for_how_long_while_it_is_in_
             ["--search", "a b", "--sort", "reward"],
             {"limit": 20, "search": "a b", "sort": "reward", "order": "descending"},
         ),
+        (["--sort", "project"], {"limit": 20, "sort": "project", "order": "ascending"}),
         (["-n", "5", "--sort", "loss"], {"limit": 5, "sort": "loss", "order": "ascending"}),
         (["--sort", "loss", "--reverse"], {"limit": 20, "sort": "loss", "order": "descending"}),
     ],

@@ -26,6 +26,7 @@ RUN = {
     "run_id": "run-1",
     "name": HOSTILE,
     "owner": "alice",
+    "project_id": None,
     "base_model": "org/tiny",
     "state": "failed",
     "steps": 3,

@@ -88,7 +88,9 @@ class RunSummary(Message):
     last: StepMeasures | None
 
 
-RunColumn = Literal["name", "base_model", "owner", "rank", "state", "steps", "reward", "loss", "last_request"]
+RunColumn = Literal[
+    "name", "project", "base_model", "owner", "rank", "state", "steps", "reward", "loss", "last_request"
+]
 
 
 class RunsQuery(Paging):

@@ -26,6 +26,7 @@ Scope = Literal["owned", "accessible"]
 _LAST_STEP = select(func.max(StepPoint.step)).where(StepPoint.model_key == Model.key).scalar_subquery()
 _SORTED: Mapping[RunColumn, ColumnElement[Any]] = {
     "name": func.lower(func.coalesce(Session.display_name, Model.model_id)),
+    "project": func.lower(Session.project_id),
     "base_model": Model.base_model.expression,
     "owner": OWNER_NAME,
     "rank": Model.lora_rank.expression,

@@ -372,8 +372,8 @@ async def test_runs_are_sorted_by_their_last_request_also_those_that_are_searche
 @ON_BOTH
 async def test_all_runs_are_sorted_not_only_those_of_a_page(world: World) -> None:
     runs = []
-    for name, reward in (("b", 0.5), ("C", None), ("a", 0.25)):
-        session = {"sdk_version": "0.38.0", "display_name": name}
+    for name, reward, project in (("b", 0.5, "Y"), ("C", None, "x"), ("a", 0.25, None)):
+        session = {"sdk_version": "0.38.0", "display_name": name, "project_id": project}
         runs.append(await world.model((await world.ok("create_session", session))["session_id"]))
         if reward is not None:
             await report(world, runs[-1], 1, reward=reward)
@@ -388,6 +388,7 @@ async def test_all_runs_are_sorted_not_only_those_of_a_page(world: World) -> Non
 
     for sort, ascending in (
         ("name", [a, b, c]),
+        ("project", [c, b, a]),
         ("reward", [a, b, c]),
         ("steps", [a, b, c]),
         ("loss", [c, a, b]),
