@@ -11,12 +11,15 @@ from skyrl_tinker.protocol.protobuf import pass_requests
 from skyrl_tinker.store.console.readable_requests import body_of
 from skyrl_tinker.store.database.rows import AnyRow
 
-MOST, TOKENS = 4096, 40
-"""Passes that are remembered, and tokens of each."""
+MOST, SHOWN = 4096, 40
+"""Passes that are remembered, and tokens that are shown of a text."""
 
 
 class PassHead(NamedTuple):
-    """Loss function of a pass, its number of datums, and the first tokens of the first one."""
+    """Loss function of a pass, its number of datums, and tokens of the first one.
+
+    They are those shown, and one more, if there are more.
+    """
 
     loss_fn: str
     datums: int
@@ -34,7 +37,7 @@ class PassHeads:
         head = self._known.get(row.request_id)
         if head is None:
             loss_fn, datums, tokens = pass_requests.head_of(body_of(conn, row.id))
-            head = self._known[row.request_id] = PassHead(loss_fn, datums, tokens[:TOKENS].tolist())
+            head = self._known[row.request_id] = PassHead(loss_fn, datums, tokens[: SHOWN + 1].tolist())
             if len(self._known) > MOST:
                 self._known.popitem(last=False)
         with suppress(KeyError):  # another thread's is the newest just now

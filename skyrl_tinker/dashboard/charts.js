@@ -1,6 +1,6 @@
 // Curves by uPlot, in the colours of the page, as wide as their place.
 
-import { h, number } from "./dom.js";
+import { clock, h, number } from "./dom.js";
 
 export const COLOURS = ["#149a8c", "#d9730d", "#3f6fd8", "#c2358c", "#7a5af5", "#5d8a1c", "#b58900", "#d0342c"];
 const HEIGHT = 160;
@@ -106,15 +106,15 @@ function tellLast(plot) {
 
 const values = (_, splits) => splits.map((value) => value === null ? "" : number(value));
 
-const clock = (_, splits) => splits.map((at) => new Date(1000 * at).toLocaleTimeString("en-GB"));
+const clocks = (_, splits) => splits.map((at) => clock(at));
 const aMinuteOrMore = (_, first, last) => [Math.min(first, last - 60), last];
 const fromZero = (_, low, high) => [0, Math.max(1, 1.1 * (high ?? 0))];
 
-// Of rates: none is below 0.
+// Of rates: none is below 0. The legend names the zone of the axis.
 export function timeChart(label, names) {
-  const x = { label: "at", value: (_, at) => at === null ? "–" : clock(_, [at])[0] };
+  const x = { label: "at", value: (_, at) => at === null ? "–" : clock(at, "long") };
   return chart(label, names, () => ({
-    scales: { x: { time: true, range: aMinuteOrMore }, y: { range: fromZero } }, axes: [axis({ values: clock, space: 90, size: 34 }), axis({ size: 66, values })], x, filled: true }), HEIGHT);
+    scales: { x: { time: true, range: aMinuteOrMore }, y: { range: fromZero } }, axes: [axis({ values: clocks, space: 90, size: 34 }), axis({ size: 66, values })], x, filled: true }), HEIGHT);
 }
 
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));

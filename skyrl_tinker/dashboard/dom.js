@@ -1,5 +1,7 @@
 // Elements and the text of numbers. Text is only ever set as text: nothing here parses HTML.
 
+export const NARROW = matchMedia("(max-width: 640px)"); // as in style.css
+
 export function h(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -27,21 +29,26 @@ export function only(section) {
 }
 
 // A table whose rows can be replaced while it stays where it was scrolled to. `none`: its text without rows.
-// `sort(place)`: a head was clicked. A column that is `optional` is not there while none of its cells has a value.
-export function table(label, columns, none, sort = null) {
-  const head = columns.map(([name, kind], place) => h("th", { scope: "col", class: kind },
-    sort && name ? h("button", { type: "button", class: "plain", onclick: () => sort(place) }, name) : name));
+// `sort(place)`: the head of a column with a third part was clicked. A column that is `optional` is not there while none of
+// its cells has a value. `most`: rows that are shown, from one on, until all are asked for.
+export function table(label, columns, none, { sort = null, most = Infinity } = {}) {
+  const head = columns.map(([name, kind, sorted], place) => h("th", { scope: "col", class: kind },
+    sort && sorted ? h("button", { type: "button", class: "plain", onclick: () => sort(place) }, name) : name));
   const body = h("tbody");
   const empty = h("p", { class: "quiet" }, none);
   const scroll = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
     h("table", {}, h("thead", {}, h("tr", {}, ...head)), body));
-  const node = h("div", {}, scroll, empty);
-  function fill(rows) {
+  const more = h("button", { type: "button", onclick: () => { most = Infinity; fill(all); scroll.focus({ preventScroll: true }); } }, "Show more");
+  const node = h("div", {}, scroll, more, empty);
+  let all = [];
+  function fill(rows, from = 0) {
+    all = rows;
+    more.hidden = rows.length <= most;
     const absent = columns.map(([, kind], place) => kind.includes("optional") && rows.every((cells) => cells[place] === null));
     head.forEach((cell, place) => { cell.hidden = absent[place]; });
     scroll.hidden = rows.length === 0;
     empty.hidden = rows.length > 0;
-    body.replaceChildren(...rows.map((cells) =>
+    body.replaceChildren(...(more.hidden ? rows : rows.slice(from, from + most)).map((cells) =>
       h("tr", {}, ...cells.map((cell, place) => h("td", { class: columns[place][1], "data-label": columns[place][0], hidden: absent[place] }, cell ?? "–")))));
   }
   function mark(place, down) {
@@ -93,7 +100,12 @@ export function duration(seconds) {
 }
 
 export function moment(text) {
-  return text ? new Date(text).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }) : "–";
+  return text ? new Date(text).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "long" }) : "–";
+}
+
+// A moment in seconds, on the reader's clock, whose zone a `long` one names.
+export function clock(at, timeStyle = "medium") {
+  return new Date(1000 * at).toLocaleTimeString("en-GB", { timeStyle });
 }
 
 // How long ago, with the moment as its title. `tick` tells the time of all below a node again.

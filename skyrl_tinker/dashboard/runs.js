@@ -1,15 +1,18 @@
 // Runs: a list to choose from, the curves of those chosen, and the checkpoints of one.
 
-import { ago, bytes, card, decimals, duration, facts, figures, h, moment, number, only, plural, short, table, tick, wide } from "./dom.js";
+import { aligned, curve, joined, more, moreReports, smoothed } from "./curves.js";
+import { ago, bytes, card, decimals, duration, facts, figures, h, moment, NARROW, number, only, plural, short, table, tick, wide } from "./dom.js";
 import { download, get, poll, Refused, request, save, send } from "./server.js";
 import { COLOURS, stepChart } from "./charts.js";
 
 const EVERY_MS = 3000;
 const MOST_COMPARED = 8;
 const MOST_PARENTS = 20;
+const MOST_POINTS = 1000; // of a run in the list
 const SILENT_S = 60;
 const LEADING_HEIGHT = 300;
 const ROUNDING = 1e-3; // smaller differences would fill a chart of their own and look like drift
+const REWARD_ABOUT = "as its script reports it";
 const CURVES = [
   ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions", { height: LEADING_HEIGHT, none: "no position had a weight" }],
   ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync",
@@ -36,16 +39,20 @@ const LISTED = 200;
 const COLUMNS = [ // the third: its name where the server sorts
   ["", "check", null],
   ["run", "run", "name"],
+  ["project", "optional", "project"],
   ["base model", "optional", "base_model"],
   ["owner", "", "owner"],
   ["rank", "number", "rank"],
+  ["learning rate", "number roomy optional", null],
+  ["loss function", "roomy optional", null],
+  ["datums", "number roomy optional", null],
   ["state", "", "state"],
   ["steps", "number", "steps"],
   ["reward", "number", "reward"],
   ["loss", "number", "loss"],
   ["last request", "", "last_request"],
 ];
-const GREATEST_FIRST = 6; // and the columns behind it
+const GREATEST_FIRST = COLUMNS.findIndex(([name]) => name === "steps"); // and the columns behind it
 
 export function showRuns(main, { path, failed, recovered }) {
   return path[0] ? showCurves(main, path[0].split(",").slice(0, MOST_COMPARED), failed, recovered) : showList(main, failed, recovered);
@@ -57,9 +64,11 @@ function showList(main, failed, recovered) {
     Object.assign(order, { place, down });
     refresh().catch(failed);
   };
-  const runs = table("Training runs", COLUMNS, noRuns(), (place) => sortBy(place, order.place === place ? !order.down : place >= GREATEST_FIRST));
+  const runs = table("Training runs", COLUMNS, noRuns(), {
+    most: NARROW.matches ? 20 : Infinity, sort: (place) => sortBy(place, order.place === place ? !order.down : place >= GREATEST_FIRST) });
+  const curves = overview();
   const sort = h("select", { onchange: () => sortBy(Number(sort.value), sort.value >= GREATEST_FIRST) }, // where the heads are not shown
-    ...COLUMNS.map(([name], place) => (name ? h("option", { value: place, selected: place === order.place }, name) : null)));
+    ...COLUMNS.map(([name, , sorted], place) => (sorted ? h("option", { value: place, selected: place === order.place }, name) : null)));
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/runs/${[...chosen].join(",")}`; } }, "Compare");
   const count = h("span", { class: "quiet" });
@@ -67,7 +76,7 @@ function showList(main, failed, recovered) {
   const others = h("input", { type: "checkbox", onchange: () => fill() });
   main.append(h("h1", {}, "Runs"), only(card("Training runs",
     h("p", { class: "row" }, search, h("label", { class: "narrow" }, "Sorted by", sort), h("label", {}, others, "with those of the tinker command"), compare, count),
-    runs.node)));
+    runs.node)), curves.node);
   let answer = { runs: [], total: 0 };
   let shown = "";
 
@@ -87,8 +96,10 @@ function showList(main, failed, recovered) {
     runs.fill(found.map((run) => {
       const box = h("input", { type: "checkbox", "aria-label": `compare ${run.name ?? run.run_id}`, onchange: (event) => choose(run.run_id, event.target) });
       box.checked = chosen.has(run.run_id);
-      return [box, named(run), several ? run.base_model : null, run.owner, rank(run), state(run), number(run.steps_before + run.steps), decimals(run.reward), decimals(run.loss), ago(run.last_request_at)];
+      return [box, named(run), run.project_id, several ? run.base_model : null, run.owner, rank(run),
+        run.last && number(run.last.learning_rate), lossFunction(run), run.last && number(run.last.datums), state(run), number(run.steps_before + run.steps), decimals(run.reward), decimals(run.loss), ago(run.last_request_at)];
     }));
+    curves.show(found).catch((error) => { shown = ""; failed(error); });
   }
 
   function wanted() {
@@ -108,7 +119,68 @@ function showList(main, failed, recovered) {
     answer = read;
     fill();
   }
-  return poll(EVERY_MS, refresh, failed);
+  const stop = poll(EVERY_MS, refresh, failed);
+  return () => { stop(); curves.close(); };
+}
+
+// The curves of listed runs while these are few. Each is asked for more once its row has changed.
+function overview() {
+  const known = new Map();
+  const node = h("div", { class: "grid curves" });
+  let charts = [];
+  let drawn = "";
+  let left = false;
+  let turn = Promise.resolve();
+
+  function keptOf({ run_id, steps, steps_before }) {
+    if (!known.has(run_id)) {
+      const part = { run: run_id, next: Math.max(0, steps - MOST_POINTS), columns: {}, before: steps_before, until: Infinity };
+      known.set(run_id, { row: "", part, reports: { run: run_id, next: 0 }, reward: new Map(), values: new Map() });
+    }
+    return known.get(run_id);
+  }
+
+  async function learn(run) {
+    const kept = keptOf(run);
+    const row = [run.steps, run.reward, run.last_request_at].join();
+    if (kept.row !== row) {
+      await more(kept.part);
+      await moreReports(kept.reports, kept, "&limit=5000&reward_only=true");
+      kept.row = row;
+    }
+    return kept;
+  }
+
+  function begin(names) {
+    for (const { chart } of charts) chart.close();
+    charts = [["Reward", REWARD_ABOUT], CURVES[0].slice(1)].map(([label, about]) => {
+      const chart = stepChart(label, names, { height: LEADING_HEIGHT });
+      return { chart, node: card(label, h("p", { class: "quiet small" }, about), chart.node) };
+    });
+    node.replaceChildren(...charts.map((each) => each.node));
+  }
+
+  async function draw(runs) {
+    const found = [];
+    for (const run of runs) found.push(await learn(run));
+    if (left) return;
+    const names = titled(runs);
+    if (JSON.stringify(names) !== drawn) begin(names);
+    drawn = JSON.stringify(names);
+    for (const [place, curves] of [found.map(({ reward }) => curve(reward)), found.map(({ part }) => joined([part], "loss", "step"))].entries()) {
+      charts[place].node.hidden = curves.every(([, values]) => values.every((value) => value === null));
+      charts[place].chart.draw(aligned(curves));
+    }
+  }
+
+  // One at a time: each goes on behind the last. The first made comes first, so that colours stay.
+  function show(listed) {
+    const runs = listed.filter(({ steps, reward }) => steps > 0 || reward !== null).sort((one, other) => one.created_at.localeCompare(other.created_at));
+    const next = () => draw(runs.length > MOST_COMPARED ? [] : runs);
+    turn = turn.then(next, next);
+    return turn;
+  }
+  return { node, show, close() { left = true; for (const { chart } of charts) chart.close(); } };
 }
 
 function noRuns() {
@@ -123,7 +195,7 @@ function ofCommand(run) {
 function named(run) {
   const [heir, ...others] = run.continued_by;
   return h("div", {}, linked(run),
-    h("div", { class: "small quiet" }, [run.project_id, metadata(run)].filter(Boolean).join(" · ")),
+    h("div", { class: "small quiet" }, metadata(run)),
     heir ? h("div", { class: "small quiet" }, "continued by ", linked(heir), others.length ? ` and ${others.length} more` : null) : null,
     h("div", { class: "small quiet id" }, run.run_id));
 }
@@ -134,6 +206,11 @@ function linked(run) {
 
 function title(run) {
   return run.name ?? short(run.run_id);
+}
+
+// So that those of one name are told apart.
+function titled(runs) {
+  return runs.map((run) => (runs.filter((each) => title(each) === title(run)).length > 1 ? `${title(run)} ${run.run_id.slice(0, 4)}` : title(run)));
 }
 
 function silence(heartbeat) {
@@ -195,7 +272,7 @@ function drawCurves(main, chains, failed, recovered) {
     ({ run: run.run_id, next: 0, columns: {}, before: run.steps_before, until: chain[place + 1]?.steps_before ?? Infinity })));
   const reports = chains.map((chain) => ({ parts: chain.map((run) => ({ run: run.run_id, next: 0 })), reward: new Map(), values: new Map() }));
   const alone = runs.length === 1;
-  const titles = runs.map((run) => (runs.filter((each) => title(each) === title(run)).length > 1 ? `${title(run)} ${run.run_id.slice(0, 4)}` : title(run)));
+  const titles = titled(runs);
   const names = (label) => (alone ? [label.toLowerCase()] : titles);
   const charts = CURVES.map(([column, label, about, { none, ...layout } = {}]) => ({
     column, label, about, none, lack: h("p", { class: "small" }), chart: stepChart(label, names(label), layout) }));
@@ -203,7 +280,7 @@ function drawCurves(main, chains, failed, recovered) {
   const reward = stepChart("Reward", names("Reward"), { height: LEADING_HEIGHT });
   const reported = stepChart("Reported number", names("Value"));
   const choice = h("select", { "aria-label": "Reported number", onchange: () => drawReports() });
-  const rewardCard = card("Reward", h("p", { class: "quiet small" }, "as its script reports it"), reward.node);
+  const rewardCard = card("Reward", h("p", { class: "quiet small" }, REWARD_ABOUT), reward.node);
   const reportedCard = card("Reported by the script", h("p", { class: "quiet small" }, "the number chosen here, by the step that the script gave it"), choice, reported.node);
   const time = stepChart("Seconds of a step: wait, compute, answer", ["wait", "compute", "answer"], { zero: true });
   const last = h("div");
@@ -313,55 +390,6 @@ function drawCurves(main, chains, failed, recovered) {
   };
 }
 
-async function more(kept) {
-  let answer;
-  do {
-    answer = await get(`console/runs/${encodeURIComponent(kept.run)}/points?after=${kept.next}`);
-    for (const [column, values] of Object.entries(answer.columns)) (kept.columns[column] ??= []).push(...values);
-    kept.next = answer.next;
-  } while (answer.more);
-}
-
-// Of several reports of one step the last counts.
-async function moreReports(part, kept) {
-  let answer;
-  do {
-    answer = await get(`console/runs/${encodeURIComponent(part.run)}/metrics?after=${part.next}`);
-    for (const { step, reward, values } of answer.reports) {
-      if (reward !== null) kept.reward.set(step, reward);
-      for (const [name, value] of Object.entries(values)) {
-        if (!kept.values.has(name)) kept.values.set(name, new Map());
-        kept.values.get(name).set(step, value);
-      }
-    }
-    part.next = answer.next;
-  } while (answer.more);
-}
-
-// A curve through the parents of a run, as far as it goes on from each, and the run itself.
-function joined(parts, column, axis) {
-  const rows = parts.flatMap(({ columns, before, until }) => (columns.step ?? []).map((step, place) =>
-    ({ step: before + step, at: columns.at[place], tokens: columns.tokens[place], value: columns[column][place] })).filter(({ step }) => step <= until));
-  let tokens = 0;
-  const places = rows.map((row) => {
-    tokens += row.tokens;
-    return axis === "tokens" ? tokens : axis === "minutes" ? (row.at - rows[0].at) / 60 : row.step;
-  });
-  return [places, rows.map(({ value }) => value)];
-}
-
-// The mean of the values so far, each `weight` of the one behind it. Gaps stay.
-function smoothed(values, weight) {
-  let mean = 0;
-  let total = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    total = weight * total + (1 - weight);
-    mean += ((1 - weight) / total) * (value - mean); // so that what is constant stays so
-    return mean;
-  });
-}
-
 // They have a chart of their own.
 function rewardsLast(one, other) {
   return one.includes("reward") - other.includes("reward") || one.localeCompare(other);
@@ -375,19 +403,6 @@ function swatch(place) {
 
 function selected(label, names, choose) {
   return h("label", {}, label, h("select", { onchange: (event) => choose(event.target.value) }, ...names.map((name) => h("option", { value: name }, name))));
-}
-
-function curve(bySteps) {
-  return [[...bySteps.keys()], [...bySteps.values()]];
-}
-
-// Join curves of different places on one axis. Null is a value that is not known: a gap. Undefined is a step of others: none.
-function aligned(curves) {
-  const steps = [...new Set(curves.flatMap(([steps]) => steps ?? []))].sort((one, other) => one - other);
-  return [steps, ...curves.map(([own, values]) => {
-    const byStep = new Map((own ?? []).map((step, place) => [step, values[place]]));
-    return steps.map((step) => byStep.get(step));
-  })];
 }
 
 // What it is, and why it is not in training. The button keeps the focus: only the facts before it are replaced.

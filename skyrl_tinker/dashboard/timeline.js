@@ -1,6 +1,6 @@
 // Lanes of slices over one range of time, which is moved, and zoomed by dragging.
 
-import { h } from "./dom.js";
+import { clock, h } from "./dom.js";
 
 const ROW = 12;
 const MOST_ROWS = 8;
@@ -57,7 +57,7 @@ export function timeline(first) {
     whole = range = between;
     drawn = found.map(({ name, title, slices }) => ({ name, title, rows: packed(slices), canvas: h("canvas", { role: "img", "aria-label": `${name}: ${slices.length} slices` }) }));
     for (const each of drawn) watched(each);
-    lanes.replaceChildren(...drawn.flatMap(({ name, title, canvas }) => [h("div", { class: "small lane", title }, name), canvas]), ...(drawn.length ? [h("div"), axis] : []));
+    lanes.replaceChildren(...drawn.flatMap(({ name, title, canvas }) => [h("div", { class: "small lane", title }, name), canvas]), ...(drawn.length ? [h("div", { class: "small quiet" }, `time in ${clock(whole[1], "long").split(" ").pop()}`), axis] : []));
     told.textContent = drawn.length ? hint : "";
     paint();
   }
@@ -149,6 +149,6 @@ function paintAxis(canvas, [first, last], { at, digits }, colours) {
     const x = (tick - first) * scale;
     pen.textAlign = x < 30 ? "left" : x > canvas.clientWidth - 30 ? "right" : "center";
     const fraction = digits ? (tick % 1).toFixed(digits).slice(1) : "";
-    pen.fillText(new Date(1000 * tick).toLocaleTimeString("en-GB") + fraction, x, 19);
+    pen.fillText(clock(tick) + fraction, x, 19);
   }
 }

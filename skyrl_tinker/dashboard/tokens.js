@@ -1,11 +1,12 @@
 // Tokens: a datum or a sampled sequence as text, coloured by one of its values.
 
-import { ago, card, decimals, figures, h, number, only, plural, short, table, tick, wide } from "./dom.js";
+import { ago, card, decimals, figures, h, NARROW, number, only, plural, short, table, tick, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
 const PAGE = 100;
 const MOST_ROWS = 1000;
+const [MOST_ITEMS, MOST_VALUES, MOST_FIGURES] = [10, 50, 6];
 const LOWEST_LOGPROB = -6;
 let chosenKind = ""; // also where another run is chosen
 
@@ -17,7 +18,7 @@ export function showTokens(main, { path, failed, recovered }) {
   }
   const list = table("Finished passes and samples", [["prompt, or data", "text"], ["request", "id"], ["kind", ""], ["of", "run"], ["step", "number"], ["accepted", ""]],
     "None yet. Passes and samples stand here once they are finished.");
-  const more = h("button", { type: "button", onclick: () => { most += PAGE; refresh().catch(failed); } }, "Older");
+  const more = h("button", { type: "button", onclick: () => { most += step; refresh().catch(failed); } }, "Older");
   const kind = h("select", { onchange: () => { chosenKind = kind.value; refresh().catch(failed); } },
     ...[["", "all"], ["forward_backward", "forward_backward"], ["forward", "forward"], ["sample", "sample"]].map(([value, name]) => h("option", { value, selected: value === chosenKind }, name)));
   const runs = h("select", { onchange: () => { location.hash = runs.value && `#/tokens/run/${encodeURIComponent(runs.value)}` || "#/tokens"; } });
@@ -26,7 +27,8 @@ export function showTokens(main, { path, failed, recovered }) {
     only(card("Your finished passes and samples", h("p", { class: "row" }, h("label", {}, "Run", runs), h("label", {}, "Kind", kind)), list.node, more)));
   nameRuns(runs, run).catch(failed);
   let shown = "";
-  let most = PAGE;
+  const step = NARROW.matches ? PAGE / 5 : PAGE;
+  let most = step;
   async function refresh() {
     const of = (run === null ? "" : `&run=${encodeURIComponent(run)}`) + (kind.value && `&kind=${kind.value}`);
     const { requests } = await get(`console/requests?limit=${most}${of}`);
@@ -67,12 +69,12 @@ function grouped(rows, key) {
 
 function prompt(row, first) {
   if (row.prompt === null) return null;
-  return first ? `…${row.prompt}` : h("span", { class: "quiet ditto", title: row.prompt }, "″");
+  return first ? row.prompt : h("span", { class: "quiet ditto", title: row.prompt }, "″");
 }
 
 function pass({ readable, loss_fn, datums, begins }) {
   if (!readable) return h("span", { class: "quiet" }, "its data is no longer stored");
-  return h("div", {}, h("b", {}, `${loss_fn}, ${plural(datums, "datum")}`), h("div", { class: "small quiet" }, begins === null ? null : `${begins}…`));
+  return h("div", {}, h("b", {}, `${loss_fn}, ${plural(datums, "datum")}`), h("div", { class: "small quiet" }, begins));
 }
 
 // A run is a link, a sampler is not.
@@ -84,23 +86,28 @@ function origin({ kind, name, origin: id }) {
 
 async function showOne(main, request, item) {
   main.replaceChildren(h("h1", {}, "Tokens"), h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"))); // also if it is refused
-  const at = `console/requests/${encodeURIComponent(request)}`;
-  const answer = await get(`${at}/tokens?item=${item}`);
-  const { items, earlier, later, run, name, step: taken, reported } = await get(`${at}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
+  const path = `console/requests/${encodeURIComponent(request)}`;
+  const answer = await get(`${path}/tokens?item=${item}`);
+  const { items, earlier, later, run, name, step: taken, reported } = await get(`${path}/items?limit=${PAGE}&offset=${PAGE * Math.floor(item / PAGE)}`);
   const names = Object.keys(answer.values);
   const choice = h("select", { onchange: paint }, ...names.map((name) => h("option", { value: name }, name)));
   const scale = h("span", { class: "quiet small scale" });
   const text = h("p", { class: "tokens" });
   const spans = answer.texts.map((piece, place) => h("span", { title: described(answer, place) }, piece || "·"));
   text.append(h("span", { class: "prompt" }, answer.prompt ?? ""), ...spans);
-  const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])], "none");
+  const values = table("Values of each token", [["position", "number"], ["token", "number"], ["text", ""], ...names.map((name) => [name, "number"])], "none", { most: MOST_VALUES });
   values.node.classList.add("flat");
   values.fill(answer.tokens.slice(0, MOST_ROWS).map((token, place) => [
     String(place), String(token), JSON.stringify(answer.texts[place]), ...names.map((name) => number(answer.values[name][place]))]));
-  const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number optional"], ["mean logprob", "number"]], "none");
-  all.fill(grouped(items, "item").map(([each, first]) => [
+  const all = table("Items, grouped by prompt", [["item", "number"], ["prompt", "text"], ["begins", "text"], ["tokens", "number"], ["advantage", "number optional"], ["mean logprob", "number"]], "none", { most: MOST_ITEMS });
+  const rows = grouped(items, "item");
+  const at = rows.findIndex(([each]) => each.item === item);
+  const from = at - (at % MOST_ITEMS); // so that this one is seen
+  all.fill(rows.map(([each, first], place) => [
     each.item === item ? h("strong", {}, String(each.item + 1)) : h("a", { href: `#/tokens/${request}/${each.item}` }, String(each.item + 1)),
-    prompt(each, first), each.text, number(each.tokens), each.advantage === null ? null : decimals(each.advantage), decimals(each.logprob)]));
+    prompt(each, first || place === from), each.text, number(each.tokens), each.advantage === null ? null : decimals(each.advantage), decimals(each.logprob)]), from);
+  const words = card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), text);
+  const told = Object.entries(reported).map(([name, value]) => [name, number(value)]);
   const other = (label, id) => (id === null ? null : h("a", { href: `#/tokens/${id}` }, label));
   const step = (label, next) => (next < 0 || next >= answer.items ? null : h("a", { href: `#/tokens/${request}/${next}` }, label));
   main.replaceChildren(
@@ -110,10 +117,11 @@ async function showOne(main, request, item) {
       run === null ? null : h("span", { class: "quiet" }, "weights of ", h("a", { href: `#/runs/${encodeURIComponent(run)}` }, name ?? short(run)), `, step ${number(taken)}`),
       other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },
-      wide(card("Text", h("p", { class: "row" }, h("label", {}, "Coloured by", choice), scale), text)),
-      Object.keys(reported).length ? wide(card(`Reported by the script for step ${taken}`, figures(Object.entries(reported).map(([name, value]) => [name, number(value)])))) : null,
-      items.length > 1 ? wide(card("Items, grouped by prompt", all.node)) : null,
-      wide(card("Values", values.node))));
+      told.length > MOST_FIGURES ? wide(words) : words,
+      told.length ? card(`Reported by the script for step ${taken}`, figures(told)) : null),
+    h("div", { class: "grid" },
+      items.length > 1 ? card("Items, grouped by prompt", all.node) : null,
+      card("Values", values.node)));
 
   function paint() {
     const column = answer.values[choice.value] ?? [];

@@ -104,6 +104,36 @@ def test_runs_are_found_by_their_names_and_sorted(server: Serve, page: Page) -> 
     assert page.errors == []
 
 
+DRAWN = "[...document.querySelectorAll('main > .curves section')].filter((each) => each.offsetParent)"
+DRAWN += ".map((each) => each.ariaLabel)"
+LOSSES = "document.querySelector('section[aria-label^=Loss] .u-legend').innerText"
+PROJECTS = "[...document.querySelectorAll('td[data-label=project]')]"
+
+
+def test_runs_have_their_projects_and_few_are_drawn_below_the_list(server: Serve, page: Page) -> None:
+    named = {"overview: a": "maths", "overview: b": ""}
+    for name, project in named.items():
+        with tinker.ServiceClient(
+            base_url=server.url, api_key="tml-local", display_name=name, project_id=project or None
+        ) as service:
+            training = service.create_lora_training_client(base_model="tiny", rank=8).result()
+            train(training, random_tokens(6, seed=1))
+            report = {"step": 1, "values": {"reward": 0.625}}
+            of_run = f"console/runs/{training.model_id}/metrics"
+            Client(server.url, service).post(of_run, report).raise_for_status()
+    page.open(f"{server.url}/#/runs")
+    page.wait("document.querySelector('td.run a') !== null")
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.type("overview:")
+    page.wait(f"{DRAWN}.join() === 'Reward,Loss per trained token' && {ROWS}.length === 2")
+    page.wait(f"({REWARD}).includes('0.625')")
+    assert all(name in page.run(LOSSES) for name in named)
+    assert page.run(f"{PROJECTS}.map((each) => each.innerText)") == ["\u2013", "maths"]
+    page.type(" b no-such-word")
+    page.wait(f"{ROWS}.length === 0 && {DRAWN}.length === 0")
+    assert page.errors == []
+
+
 def test_a_run_is_found_by_metadata_that_the_list_does_not_carry(server: Serve, page: Page) -> None:
     metadata = {f"entry-{place}": f"value-{place}" for place in range(1, 10)}
     with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name="ninth") as service:
@@ -364,8 +394,8 @@ RANGE = """import('./dashboard/charts.js').then(async ({timeChart}) => {
 def test_the_axis_of_rates_begins_at_zero(
     server: Serve, page: Page, rates: list[float | None], most: float
 ) -> None:
-    page.open(f"{server.url}/#/runs")
-    page.wait("document.querySelector('h1')?.innerText === 'Runs'")
+    page.open(f"{server.url}/#/tokens")
+    page.wait("document.querySelector('h1')?.innerText === 'Tokens'")
     page.run(PLOTS)
     assert page.run(RANGE % json.dumps(rates)) == pytest.approx([0, most])
     assert page.errors == []
@@ -385,6 +415,24 @@ CHANGED = """(() => {
 """Script after which `change` may change what the server tells of this moment."""
 RATES = "plots.at(-1).data[1]"
 GAPS = f"{RATES}.filter((rate, place) => rate === null && {RATES}[place - 1] !== null).length"
+
+
+LANE = """import('./dashboard/timeline.js').then(({timeline}) => {
+    const lanes = timeline();
+    document.body.append(lanes.node);
+    lanes.draw([{ name: "run", title: "", slices: [{ from: 0, to: 3, parts: [], text: "" }] }], [0, 3]);
+})"""
+"""Script that draws a lane."""
+
+
+def test_axes_of_time_say_their_zone(server: Serve, page: Page) -> None:
+    page.call("Emulation.setTimezoneOverride", timezoneId="Asia/Kolkata")
+    page.open(server.url)
+    page.wait("/\\d\\d:\\d\\d:\\d\\d GMT\\+5:30/.test(document.querySelector('.u-legend')?.innerText)")
+    assert page.run("document.querySelector('time').title").endswith(" GMT+5:30")
+    page.run(LANE)
+    assert "time in GMT+5:30" in page.run("document.querySelector('.lanes').innerText")
+    assert page.errors == []
 
 
 def test_where_rates_were_not_known_their_chart_has_a_gap(server: Serve, page: Page) -> None:
@@ -463,6 +511,29 @@ def test_tokens_of_a_run_are_chosen_by_kind_and_led_through_and_what_is_gone_is_
     page.wait(f"{REQUESTS}.length >= 4 && {REQUESTS}.every(([kind]) => kind === 'forward_backward')")
     page.run(CHOOSE.format("Kind", ""))
     page.wait(f"{REQUESTS}.length >= 6")
+    assert page.errors == []
+
+
+ITEMS = "[...document.querySelectorAll('section[aria-label^=Items] tbody td[data-label={}]')]"
+ITEMS += ".map((each) => each.innerText)"
+MORE = "document.querySelector('section[aria-label^=Items] button')"
+
+
+def test_of_many_items_those_beside_the_one_that_is_looked_at_are_shown(server: Serve, page: Page) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-local", display_name="many items") as service:
+        training = service.create_lora_training_client(base_model="tiny", rank=8).result()
+        data = [datum(random_tokens(5, seed=1))] * 25
+        training.forward(data, "cross_entropy").result()
+    of = {"run": training.model_id, "kind": "forward"}
+    (asked,) = httpx.get(f"{server.url}/api/v1/console/requests", params=of).json()["requests"]
+    page.open(f"{server.url}/#/tokens/{asked['request_id']}/13")
+    numbers = ITEMS.format("item")
+    page.wait(f"{numbers}.length === 10")
+    assert page.run(numbers) == [str(number) for number in range(11, 21)]
+    assert page.run(ITEMS.format("prompt"))[0][0] != "…", "it is whole"
+    page.run(f"{MORE}.click()")
+    assert page.run(numbers) == [str(number) for number in range(1, 26)]
+    assert page.run(f"{MORE}.hidden")
     assert page.errors == []
 
 
@@ -670,7 +741,7 @@ def test_an_admin_sees_how_long_ago_a_key_was_used(chromium: Browser, tmp_path: 
         enter(page, keys["root"])
         used = page.wait("document.querySelector('td time')?.innerText")
         assert used == "3 h ago"
-        assert re.search(r"20\d\d, \d\d:\d\d:\d\d$", page.run("document.querySelector('td time').title"))
+        assert re.search(r"20\d\d, \d\d:\d\d:\d\d \S+$", page.run("document.querySelector('td time').title"))
 
 
 ADOPT = "[...document.querySelectorAll('td button')].find((each) => each.innerText === 'Adopt')"

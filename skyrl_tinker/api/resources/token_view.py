@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from sqlalchemy import Connection
 
-from skyrl_tinker.api.pass_heads import PassHeads
+from skyrl_tinker.api.pass_heads import SHOWN, PassHeads
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Datum, Float32, Number
@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # few requests need its import, which takes time at each star
     from tokenizers import Tokenizer
 
 Values = Sequence[float | None]
-_SHOWN = 40
-"""Tokens of a summary's texts."""
 FILE = "tokenizer.json"
 
 
@@ -40,7 +38,7 @@ def request_summary(conn: Connection, row: AnyRow, bases: Bases, heads: PassHead
     if row.readable and row.kind is not RequestKind.SAMPLE:
         told["loss_fn"], told["datums"], tokens = heads.of(conn, row)
         with suppress(NotFoundError, UserError):
-            told["begins"] = "".join(split_tokens(tokens, directory_of(row.base_model, bases)))
+            told["begins"] = _beginning(tokens, directory_of(row.base_model, bases))
     if row.prompt is not None:
         tokens = sample_from_body(row.prompt).prompt
         with suppress(NotFoundError, UserError):
@@ -130,12 +128,11 @@ def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:
 
 def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
     prompt_id, prompt = prompt_of(part.prompt, directory)
-    text = "".join(split_tokens(part.tokens[:_SHOWN], directory))
     return ItemSummary(
         item=item,
         prompt_id=prompt_id,
         prompt=prompt,
-        text=text,
+        text=_beginning(part.tokens, directory),
         tokens=len(part.tokens),
         advantage=part.advantage,
         logprob=part.logprob,
@@ -143,11 +140,17 @@ def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
 
 
 def prompt_of(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:
-    """Return a name that is equal for equal prompts, and the end of the text."""
+    """Return a name that is equal for equal prompts, and the end of the text, whole or behind an ellipsis."""
     if tokens is None:
         return None, None
     name = hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()[:12]
-    return name, "".join(split_tokens(tokens[-_SHOWN:], directory))
+    cut = "…" if len(tokens) > SHOWN else ""
+    return name, cut + "".join(split_tokens(tokens[-SHOWN:], directory))
+
+
+def _beginning(tokens: Sequence[int], directory: Path) -> str:
+    """Return the text of the first tokens, with an ellipsis if there are others."""
+    return "".join(split_tokens(tokens[:SHOWN], directory)) + ("…" if len(tokens) > SHOWN else "")
 
 
 def _body(stored: StoredTokens) -> bytes:

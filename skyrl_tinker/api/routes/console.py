@@ -148,7 +148,9 @@ async def reported_metrics(
     return await json_from_rows(
         deps.store,
         reach,
-        lambda conn: run_reports.reports_after(conn, _model(conn, reach, run), query.after, query.limit),
+        lambda conn: run_reports.reports_after(
+            conn, _model(conn, reach, run), query.after, query.limit, reward_only=query.reward_only
+        ),
     )
 
 

@@ -136,6 +136,7 @@ class ReportRequest(StrictRequest):
 class ReportsQuery(StrictMessage):
     after: int = Field(0, ge=0, le=MAX_INT64, description="`next` of the answer before")
     limit: int = Field(1000, ge=1, le=5000)
+    reward_only: bool = Field(False, description="only reports with a reward, and of these no `values`")
 
 
 class ReportedPoint(Message):
@@ -169,7 +170,7 @@ class ReadableSummary(Message):
 
     `readable`: its tokens are still stored. Of a sample, `prompt`: the end of its prompt; `prompt_id`: equal
     for equal prompts. Of a pass, the number of `datums`, and `begins`: the beginning of the first. Null: not
-    stored.
+    stored. Texts have an ellipsis where there is more.
     """
 
     request_id: str
@@ -200,9 +201,9 @@ class TokensQuery(StrictMessage):
 class ItemSummary(Message):
     """Datum of a pass, or sampled sequence.
 
-    `prompt`: the end of the text before its first trained or sampled token, which `text` begins with;
-    `prompt_id`: equal for equal ones. `tokens`: from there to the last one. `advantage`, `logprob`: means
-    over those that are trained or sampled.
+    `prompt`: the end of the text before its first trained or sampled token, which `text` begins with (both
+    with an ellipsis where there is more); `prompt_id`: equal for equal ones. `tokens`: from there to the last
+    one. `advantage`, `logprob`: means over those that are trained or sampled.
     """
 
     item: int

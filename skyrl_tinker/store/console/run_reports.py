@@ -27,12 +27,18 @@ def add(conn: Connection, model: ModelKey, step: int, values: Mapping[str, float
     conn.execute(insert(RunReport).values(**row, numbers=dict(values)))
 
 
-def reports_after(conn: Connection, model: ModelKey, after: int, limit: int) -> ReportsResponse:
+def reports_after(
+    conn: Connection, model: ModelKey, after: int, limit: int, *, reward_only: bool = False
+) -> ReportsResponse:
     """Return the reports that came behind one, in the order in which they came."""
-    columns = RunReport.id, RunReport.step, RunReport.at, RunReport.reward, RunReport.numbers.label("values")
-    query = select(*columns).where(RunReport.model_key == model, RunReport.id > after)
+    query = select(RunReport.id, RunReport.step, RunReport.at, RunReport.reward)
+    query = query.where(RunReport.model_key == model, RunReport.id > after)
+    if reward_only:
+        query = query.where(RunReport.reward.is_not(None))
+    else:
+        query = query.add_columns(RunReport.numbers.label("values"))
     rows = conn.execute(query.order_by(RunReport.id).limit(limit)).all()
-    reports = [ReportedPoint(**row._mapping) for row in rows]
+    reports = [ReportedPoint(**{"values": {}, **row._mapping}) for row in rows]
     return ReportsResponse(reports=reports, next=rows[-1].id if rows else after, more=len(rows) == limit)
 
 

@@ -154,6 +154,22 @@ async def test_items_of_one_prompt_are_a_group_with_their_advantages(world: Worl
     assert (last["earlier"], last["later"]) == (requests[1], None)
 
 
+@pytest.mark.parametrize(("more", "cut"), [(0, ""), (1, "…")])
+async def test_texts_have_an_ellipsis_where_there_is_more(
+    world: World, served: Path, more: int, cut: str
+) -> None:
+    tokens = AutoTokenizer.from_pretrained(served).encode("4") * (pass_heads.SHOWN + more)
+    silent = [0.0] * (len(tokens) - 1)
+    data = [datum_of(tokens, [1.0] * len(tokens)), datum_of(tokens, [*silent, 1.0])]
+    request = await ran(world, await world.model(), 1, data, *[[-1.0] * len(tokens)] * 2)
+    shown = "4" * pass_heads.SHOWN
+    first, second = (await get(world, f"console/requests/{request}/items"))["items"]
+    assert (first["prompt"], first["text"]) == ("4", shown + cut)
+    assert (second["prompt"], second["text"]) == (cut + shown, "4")
+    (listed,) = (await get(world, "console/requests"))["requests"]
+    assert listed["begins"] == shown + cut
+
+
 async def test_only_the_items_of_the_page_are_converted(world: World) -> None:
     many = range(8)
     data = [datum_of([5, 6 + number], [1.0, 1.0]) for number in many]

@@ -528,6 +528,10 @@ async def test_a_script_reports_numbers_that_only_it_knows(world: World) -> None
     rest = await get(world, f"console/runs/{model}/metrics", after=first["next"])
     assert [each["values"] for each in rest["reports"]] == [{"test/accuracy": 0.125}]
     assert not rest["more"]
+    rewards = await get(world, f"console/runs/{model}/metrics", limit=2, reward_only=True)
+    assert [(each["reward"], each["values"]) for each in rewards["reports"]] == [(0.25, {}), (0.5, {})]
+    after = await get(world, f"console/runs/{model}/metrics", after=rewards["next"], reward_only=True)
+    assert (after["reports"], after["more"]) == ([], False), "one without a reward"
     (run,) = (await get(world, "console/runs"))["runs"]
     assert run["reward"] == 0.5
 

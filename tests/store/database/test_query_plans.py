@@ -122,6 +122,7 @@ SWEEPS: dict[str, Query] = {
     "purge of points": lambda conn: row_purges.purge_points(conn, time.time()),
     "points of a run": lambda conn: step_points.points_after(conn, MODEL, 1, 10),
     "reports of a run": lambda conn: run_reports.reports_after(conn, MODEL, 1, 10),
+    "rewards of a run": lambda conn: run_reports.reports_after(conn, MODEL, 1, 10, reward_only=True),
     "tokens of a run": lambda conn: readable_requests.readable_requests(conn, OWNER, ReadableQuery(run="r")),
     "tokens of all": lambda conn: readable_requests.readable_requests(conn, OWNER, ReadableQuery()),
     "runs": lambda conn: training_runs.runs_of(conn, ALL_OWNERS, [MODEL]),
