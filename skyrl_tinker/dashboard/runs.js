@@ -153,7 +153,7 @@ function overview() {
 
   function begin(names) {
     for (const { chart } of charts) chart.close();
-    charts = [["Reward", REWARD_ABOUT], CURVES[0].slice(1)].map(([label, about]) => {
+    charts = (names.length ? [["Reward", REWARD_ABOUT], CURVES[0].slice(1)] : []).map(([label, about]) => {
       const chart = stepChart(label, names, { height: LEADING_HEIGHT });
       return { chart, node: card(label, h("p", { class: "quiet small" }, about), chart.node) };
     });
@@ -167,10 +167,11 @@ function overview() {
     const names = titled(runs);
     if (JSON.stringify(names) !== drawn) begin(names);
     drawn = JSON.stringify(names);
-    for (const [place, curves] of [found.map(({ reward }) => curve(reward)), found.map(({ part }) => joined([part], "loss", "step"))].entries()) {
-      charts[place].node.hidden = curves.every(([, values]) => values.every((value) => value === null));
-      charts[place].chart.draw(aligned(curves));
-    }
+    const drawable = [found.map(({ reward }) => curve(reward)), found.map(({ part }) => joined([part], "loss", "step"))];
+    charts.forEach(({ node: place, chart }, each) => {
+      place.hidden = drawable[each].every(([, values]) => values.every((value) => value === null));
+      chart.draw(aligned(drawable[each]));
+    });
   }
 
   // One at a time: each goes on behind the last. The first made comes first, so that colours stay.

@@ -436,8 +436,8 @@ def test_axes_of_time_say_their_zone(server: Serve, page: Page) -> None:
 
 
 def test_where_rates_were_not_known_their_chart_has_a_gap(server: Serve, page: Page) -> None:
-    page.open(f"{server.url}/#/runs")
-    page.wait("document.querySelector('h1')?.innerText === 'Runs'")
+    page.open(f"{server.url}/#/tokens")
+    page.wait("document.querySelector('h1')?.innerText === 'Tokens'")
     page.run(PLOTS)
     page.run(CHANGED)
     page.run("location.hash = '#/now'")
@@ -530,7 +530,7 @@ def test_of_many_items_those_beside_the_one_that_is_looked_at_are_shown(server: 
     numbers = ITEMS.format("item")
     page.wait(f"{numbers}.length === 10")
     assert page.run(numbers) == [str(number) for number in range(11, 21)]
-    assert page.run(ITEMS.format("prompt"))[0][0] != "…", "it is whole"
+    assert "…" not in page.run(ITEMS.format("prompt"))[0], "it is whole"
     page.run(f"{MORE}.click()")
     assert page.run(numbers) == [str(number) for number in range(1, 26)]
     assert page.run(f"{MORE}.hidden")
