@@ -112,9 +112,9 @@ def _trained(stored: StoredTokens, page: Paging) -> tuple[list[_ScoredPart], int
 def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:
     """Return the positions with an advantage, else with a weight, else all, and what lies between them."""
     _require_single_targets(datum, number)
-    advantages = datum.inputs.get("advantages")
-    trained = advantages if advantages is not None else datum.inputs.get("weights")
-    if trained is None or trained.shape != datum.target_tokens.shape or not trained.any():
+    advantages, weights = (_of_targets(datum, name) for name in ("advantages", "weights"))
+    trained = weights if advantages is None else advantages
+    if trained is None or not trained.any():
         trained = np.ones(datum.target_tokens.shape, np.float32)
     places = np.flatnonzero(trained)
     first, end = int(places[0]), int(places[-1]) + 1
@@ -124,6 +124,17 @@ def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:
         None if advantages is None else _mean(advantages[places]),
         _mean(logprobs[places]),
     )
+
+
+def _of_targets(datum: Datum, name: str) -> Number | None:
+    """Return an input with a number for each target; of a custom loss it may be one number for all of them.
+
+    None: there is none, or it has another shape, which a custom loss may give it.
+    """
+    values, shape = datum.inputs.get(name), datum.target_tokens.shape
+    if values is None or values.shape not in ((), shape):
+        return None
+    return values if values.ndim else np.full(shape, values, np.float32)
 
 
 def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:

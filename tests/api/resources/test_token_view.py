@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -58,8 +59,10 @@ async def trained(world: World, tokens: list[int], logprobs: list[float]) -> str
     return await ran(world, await world.model(), 1, [datum], logprobs)
 
 
-async def ran(world: World, model: str, seq_id: int, data: list[types.Datum], *logprobs: list[float]) -> str:
-    body = protobuf(model, seq_id, *data, loss_fn="importance_sampling")
+async def ran(
+    world: World, model: str, seq_id: int, data: list[types.Datum], *logprobs: list[float], **changes: Any
+) -> str:
+    body = protobuf(model, seq_id, *data, **{"loss_fn": "importance_sampling", **changes})
     request = str((await post_pass(world, body)).json()["request_id"])
     future_id, result = await world.id_of(request), pass_output(*logprobs)
 
@@ -168,6 +171,25 @@ async def test_texts_have_an_ellipsis_where_there_is_more(
     assert (second["prompt"], second["text"]) == (cut + shown, "4")
     (listed,) = (await get(world, "console/requests"))["requests"]
     assert listed["begins"] == shown + cut
+
+
+async def test_inputs_of_a_custom_loss_have_any_shape(world: World) -> None:
+    """One advantage of a whole datum is usual; other losses have a number of each target under that name."""
+    plain = datum_of([5, 6, 7], [1.0, 0.0, 1.0])
+    data = [
+        replace(plain, loss_fn_inputs={**plain.loss_fn_inputs, name: types.TensorData.from_numpy(values)})
+        for name, values in (
+            ("advantages", np.array(0.5, np.float32)),
+            ("weights", np.float32([[1.0], [2.0]])),
+            ("advantages", np.float32([2.0, 4.0])),
+        )
+    ]
+    scores = [[-1.0, -2.0, -3.0]] * 3
+    custom = {"loss_fn": "custom", "loss_fn_config": {"loss_id": "mine"}}
+    request = await ran(world, await world.model(), 1, data, *scores, **custom)
+    items = (await get(world, f"console/requests/{request}/items"))["items"]
+    assert [each["advantage"] for each in items] == [0.5, 1.0, None]
+    assert [each["tokens"] for each in items] == [3, 3, 3]
 
 
 async def test_only_the_items_of_the_page_are_converted(world: World) -> None:
