@@ -75,13 +75,19 @@ class _Queue:
     def add(self, write: _Write) -> None:
         (self._large if write.size > LARGE_BYTES else self._small).append(write)
 
+    @property
+    def next_size(self) -> int:
+        return self._next()[0].size
+
     def pop(self) -> _Write:
         """Remove and return the next write. There must be one."""
-        if self._small and (self._overtaken < OVERTAKEN or not self._large):
-            self._overtaken += bool(self._large)
-            return self._small.popleft()
-        self._overtaken = 0
-        return self._large.popleft()
+        queue = self._next()
+        self._overtaken = self._overtaken + bool(self._large) if queue is self._small else 0
+        return queue.popleft()
+
+    def _next(self) -> deque[_Write]:
+        first = self._small and (self._overtaken < OVERTAKEN or not self._large)
+        return self._small if first else self._large
 
 
 class Writer:
@@ -178,7 +184,9 @@ class Writer:
         try:
             with self._transaction() as conn:
                 deadline, left = time.monotonic() + MAX_HOLD_S, MAX_BYTES
-                while self._queue and len(begun) < MAX_OPS and left > 0 and time.monotonic() < deadline:
+                while self._queue and len(begun) < MAX_OPS and time.monotonic() < deadline:
+                    if begun and self._queue.next_size > left:
+                        break
                     write = self._queue.pop()
                     if not write.done.done():
                         begun.append(write)
