@@ -2,10 +2,10 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import OperationalError
 
@@ -251,15 +251,11 @@ def trainer_spec(
     settings: Settings, directories: Directories, facts: BaseModelFacts, start_niceness: int
 ) -> TrainerSpec:
     return TrainerSpec(
+        **_named_alike(settings, TrainerSpec),
         directory=facts.directory,
         ranks=settings.trainer_ranks,
-        device=settings.device,
         dtype=settings.trainer_dtype,
         threads=1,  # several would sum up in another order
-        token_budget=settings.token_budget,
-        resident_models=settings.resident_models,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        network_interface=settings.network_interface,
         start_niceness=start_niceness,
         expandable_segments=TRANSPORTS[_transport_name(settings)].backend != "ipc",
         memory_root=str(directories.ephemeral_dir),
@@ -271,27 +267,22 @@ def sampler_spec(
 ) -> SamplerSpec:
     """Specify the samplers of a base model; `base`: its number."""
     return SamplerSpec(
+        **_named_alike(settings, SamplerSpec),
         model=facts,
-        device=settings.device,
         dtype=settings.trainer_dtype,
-        max_lora_rank=settings.max_lora_rank,
-        max_loras=settings.max_loras,
-        max_cpu_loras=settings.max_cpu_loras,
         log_dir=str(directories.log_dir),
         log_suffix=log_suffix(base),
-        replicas=settings.replicas,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        sampled_logprobs=settings.sampled_logprobs,
-        router_replay=settings.router_replay,
-        reasoning_parser=settings.reasoning_parser,
-        tool_parser=settings.tool_parser,
         weight_backend=TRANSPORTS[_transport_name(settings)].backend,
         keeps_cache=settings.inflight_cache == "keep",
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        network_interface=settings.network_interface,
         token=secrets.token_hex(32),
         engine=engine_of(settings),
     )
+
+
+def _named_alike(settings: Settings, spec: type[TrainerSpec | SamplerSpec]) -> dict[str, Any]:
+    """Return the settings whose names are those of fields of a specification."""
+    names = Settings.model_fields.keys() & {field.name for field in fields(spec)}
+    return {name: getattr(settings, name) for name in names}
 
 
 def log_suffix(base: int) -> str:

@@ -10,6 +10,7 @@ from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.console import RunSummary
 from skyrl_tinker.protocol.schemas.runs import Checkpoint, TrainingRun
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
+from skyrl_tinker.store.database.rows import values_of
 from skyrl_tinker.store.reports.training_runs import Run
 
 _TYPES: Mapping[CheckpointKind, Literal["training", "sampler", "external"]] = {
@@ -61,15 +62,11 @@ def run_summary(run: Run) -> RunSummary:
 
 def checkpoint(row: CheckpointRow) -> Checkpoint:
     path = TinkerPath(row.model_id, row.kind, row.name)
-    return Checkpoint(
-        checkpoint_id=path.checkpoint_id,
-        checkpoint_type=_TYPES[row.kind],
-        time=utc(row.created_at),
-        tinker_path=str(path),
-        size_bytes=row.size_bytes,
-        public=row.public,
-        user_metadata=row.user_metadata,
-        expires_at=None if row.expires_at is None else utc(row.expires_at),
-        base_model=row.base_model,
-        owner=row.owner,
-    )
+    told = {
+        "checkpoint_id": path.checkpoint_id,
+        "checkpoint_type": _TYPES[row.kind],
+        "time": utc(row.created_at),
+        "tinker_path": str(path),
+        "expires_at": None if row.expires_at is None else utc(row.expires_at),
+    }
+    return Checkpoint(**values_of(row) | told)

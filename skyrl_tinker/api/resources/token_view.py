@@ -23,7 +23,7 @@ from skyrl_tinker.protocol.schemas.console import ItemsResponse, ItemSummary, Re
 from skyrl_tinker.protocol.schemas.runs import Paging
 from skyrl_tinker.protocol.stored_requests import sample_from_body
 from skyrl_tinker.store.console.readable_requests import StoredTokens
-from skyrl_tinker.store.database.rows import AnyRow
+from skyrl_tinker.store.database.rows import AnyRow, values_of
 
 if TYPE_CHECKING:  # few requests need its import, which takes time at each start
     from tokenizers import Tokenizer
@@ -70,17 +70,8 @@ def items_of(stored: StoredTokens, page: Paging, bases: Bases) -> ItemsResponse:
     """Summarize a page of items. Raises as `tokens_of`."""
     parts, total = (_sampled if stored.kind is RequestKind.SAMPLE else _trained)(stored, page)
     directory = directory_of(stored.base_model, bases)
-    return ItemsResponse(
-        kind=stored.kind,
-        items=[_summary(page.offset + place, part, directory) for place, part in enumerate(parts)],
-        total=total,
-        earlier=stored.earlier,
-        later=stored.later,
-        run=stored.run,
-        name=stored.name,
-        step=stored.step,
-        reported=dict(stored.reported),
-    )
+    items = [_summary(page.offset + place, part, directory) for place, part in enumerate(parts)]
+    return ItemsResponse(**values_of(stored), items=items, total=total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +122,8 @@ def _trained_part(number: int, datum: Datum, logprobs: Float32) -> _ScoredPart:
 def _summary(item: int, part: _ScoredPart, directory: Path) -> ItemSummary:
     prompt_id, prompt = prompt_of(part.prompt, directory)
     text = "".join(split_tokens(part.tokens[:_SHOWN], directory))
-    return ItemSummary(
-        item=item,
-        prompt_id=prompt_id,
-        prompt=prompt,
-        text=text,
-        tokens=len(part.tokens),
-        advantage=part.advantage,
-        logprob=part.logprob,
-    )
+    told = {"item": item, "prompt_id": prompt_id, "prompt": prompt, "text": text, "tokens": len(part.tokens)}
+    return ItemSummary(**values_of(part) | told)
 
 
 def prompt_of(tokens: Sequence[int] | None, directory: Path) -> tuple[str | None, str | None]:

@@ -36,15 +36,7 @@ async def create_session(
     def create(conn: Connection) -> CreateSessionResponse:
         if caller.limits.sessions is not None:
             caller.limits.require_sessions(holdings.open_sessions(conn, owner))
-        session_id = session_records.create(
-            conn,
-            owner=owner,
-            tags=message.tags,
-            user_metadata=message.user_metadata,
-            project_id=message.project_id,
-            display_name=message.display_name,
-            sdk_version=message.sdk_version,
-        )
+        session_id = session_records.create(conn, owner=owner, **message.model_dump())
         warning = server_state.get(conn, server_state.WARNING)
         text = "\n".join(filter(None, [warning, *warnings]))
         return CreateSessionResponse(session_id=session_id, warning_message=text or None)
