@@ -2,9 +2,10 @@
 
 import asyncio
 import inspect
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
@@ -45,6 +46,18 @@ def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S, ev
             raise TimeoutError(f"{condition.__qualname__}: not within {within_s:.0f} s")
         time.sleep(_pause(every_s, began))
         began = time.thread_time()
+
+
+@asynccontextmanager
+async def holding(gate: threading.Event, tasks: "Sequence[asyncio.Task[Any]]" = ()) -> AsyncIterator[None]:
+    """Context with a time limit, in which threads wait for `gate`; it opens behind it, and tasks end."""
+    try:
+        await asyncio.sleep(0)  # until the tasks have begun
+        async with asyncio.timeout(PATIENCE_S):
+            yield
+    finally:
+        gate.set()
+    await asyncio.gather(*tasks)
 
 
 async def end(task: "asyncio.Task[Any]") -> None:

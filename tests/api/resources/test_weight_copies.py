@@ -20,7 +20,7 @@ from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_tran
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, new_home, running, step
 from tests.support.reads import reading
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import holding, until
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 PROJECT = {"destination_project_id": "archive"}
@@ -86,13 +86,9 @@ async def test_however_much_is_copied_a_file_can_be_read(world: World) -> None:
 
     world.patch.setattr(weight_copies, "_copy_files", wait)
     copies = [asyncio.create_task(copy(world, source)) for _ in range(2 * TRANSFER_THREADS)]
-    try:
+    async with holding(go_on, copies):
         await until(lambda: len(begun) >= LOAD_THREADS)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await in_transfer_thread(lambda: 7) == 7
-    finally:
-        go_on.set()
-    await asyncio.gather(*copies)
+        assert await in_transfer_thread(lambda: 7) == 7
 
 
 async def test_however_much_one_key_copies_another_key_copies_too(world: World) -> None:
@@ -111,15 +107,12 @@ async def test_however_much_one_key_copies_another_key_copies_too(world: World) 
 
     world.patch.setattr(weight_copies, "_copy_files", held)
     copies = [asyncio.create_task(copy(world, source, key=str(each))) for each in range(LOAD_THREADS)]
-    try:
+    async with holding(go_on, copies):
         await until(lambda: len(begun) == LOAD_THREADS // 2)
         speak_as(world, bob)
-        async with asyncio.timeout(PATIENCE_S):
-            await copy(world, source)
+        await copy(world, source)
         assert len(begun) == LOAD_THREADS // 2 + 1
-    finally:
-        go_on.set()
-    assert len(set(await asyncio.gather(*copies))) == LOAD_THREADS
+    assert len({each.result() for each in copies}) == LOAD_THREADS
 
 
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:

@@ -22,6 +22,7 @@ from skyrl_tinker.store.model_records import ModelRow
 from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.support.failures import failing_first
+from tests.support.waiting import holding
 
 
 async def test_a_full_disk_under_the_database_delays_creations_and_releases(world: World) -> None:
@@ -48,13 +49,11 @@ async def test_nobody_waits_for_the_files_of_models_that_are_released(world: Wor
 
     world.patch.setattr(shutil, "rmtree", slowly)
     world.driver.requests.release(await journal.key_of(world.store, gone))
-    try:
+    async with holding(go_on):
         await world.until(removing.is_set)
         assert _is_released(await journal.model_of(world.store, gone))
         passed = await journal.submit_pass(world.store, other, 1)
         assert (await world.done(passed)).status is FutureStatus.DONE
-    finally:
-        go_on.set()
 
 
 async def test_a_model_ends_behind_what_it_ran(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
