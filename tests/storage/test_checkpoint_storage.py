@@ -36,7 +36,7 @@ from skyrl_tinker.system.off_loop import (
     in_transfer_thread,
 )
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
-from tests.support.waiting import holding, until
+from tests.support.waiting import hold, holding, until
 
 FILES = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}"}
 
@@ -332,14 +332,8 @@ async def test_a_fetch_waits_for_no_other_directory_however_many_wait_for_that(
     on_disk: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, quick = only_stored(on_disk, "slow", "quick")
-    get, go_on = on_disk._files.get_file, threading.Event()
-
-    def get_file(place: str, target: str) -> None:
-        if "/slow/" in place:
-            go_on.wait()
-        get(place, target)
-
-    monkeypatch.setattr(on_disk._files, "get_file", get_file)
+    go_on = threading.Event()
+    hold(monkeypatch, on_disk._files, "get_file", go_on, only=lambda place, _: "/slow/" in place)
     waiting = [asyncio.create_task(on_disk.fetch_off_loop(slow)) for _ in range(2 * TRANSFER_THREADS)]
     async with holding(go_on, waiting):
         await on_disk.fetch_off_loop(quick)
@@ -351,17 +345,11 @@ async def test_who_joins_a_fetch_holds_no_disk_thread(
     on_disk: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directories = only_stored(on_disk, *map(str, range(DISK_THREADS)))
-    get, go_on, begun = on_disk._files.get_file, threading.Event(), set[str]()
-
-    def get_file(place: str, target: str) -> None:
-        begun.add(Path(place).parent.name)
-        go_on.wait()
-        get(place, target)
-
-    monkeypatch.setattr(on_disk._files, "get_file", get_file)
+    go_on = threading.Event()
+    begun = hold(monkeypatch, on_disk._files, "get_file", go_on)
     fetches = [asyncio.create_task(on_disk.fetch_off_loop(each)) for each in directories]
     async with holding(go_on, fetches):
-        await until(lambda: len(begun) == DISK_THREADS)
+        await until(lambda: len({Path(place).parent for place, _ in begun}) == DISK_THREADS)
         fetches += [asyncio.create_task(on_disk.fetch_off_loop(each)) for each in directories]
         for _ in range(10):  # until each has begun what it does in a thread
             await asyncio.sleep(0)
@@ -374,21 +362,14 @@ async def test_a_fetch_waits_for_none_of_another_share_also_of_a_directory_that_
     on_disk: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directories = only_stored(on_disk, *map(str, range(LOAD_THREADS)))
-    fetch, go_on, begun = on_disk.fetch, threading.Event(), list[Path]()
-
-    def fetch_later(directory: Path) -> None:
-        begun.append(directory)
-        if directory != directories[-1]:
-            go_on.wait()
-        fetch(directory)
-
-    monkeypatch.setattr(on_disk, "fetch", fetch_later)
+    go_on = threading.Event()
+    begun = hold(monkeypatch, on_disk, "fetch", go_on, only=lambda directory: directory != directories[-1])
     fetches = [asyncio.create_task(on_disk.fetch_off_loop(each, "a")) for each in directories]
     async with holding(go_on, fetches):
         await until(lambda: len(begun) == LOAD_THREADS // 2)
         await on_disk.fetch_off_loop(directories[-1], "b")
         assert len(begun) == LOAD_THREADS // 2 + 1  # of the first share any half: disk threads looked first
-        assert begun[-1] == directories[-1]
+        assert begun[-1] == (directories[-1],)
     assert all(map(Path.exists, directories))
 
 
@@ -419,13 +400,8 @@ async def test_what_was_fetched_waits_for_no_transfer_until_it_leaves(
 async def test_however_much_is_fetched_a_save_is_stored(
     on_disk: CheckpointStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, begun = threading.Event(), list[Path]()
-
-    def fetch(directory: Path) -> None:
-        begun.append(directory)
-        go_on.wait()
-
-    monkeypatch.setattr(on_disk, "fetch", fetch)
+    go_on = threading.Event()
+    begun = hold(monkeypatch, on_disk, "fetch", go_on)
     directories = [tmp_path / "local" / str(number) for number in range(2 * TRANSFER_THREADS)]
     async with holding(go_on, [asyncio.create_task(on_disk.fetch_off_loop(each)) for each in directories]):
         await until(lambda: len(begun) >= LOAD_THREADS)

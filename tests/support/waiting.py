@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, overload
 
+import pytest
+
 T = TypeVar("T")
 PATIENCE_S = 480.0
 """Longer than anything takes on a machine that is busy with other work."""
@@ -58,6 +60,30 @@ async def holding(gate: threading.Event, tasks: "Sequence[asyncio.Task[Any]]" = 
     finally:
         gate.set()
     await asyncio.gather(*tasks)
+
+
+def hold(
+    patch: pytest.MonkeyPatch,
+    of: Any,
+    name: str,
+    gate: threading.Event,
+    *,
+    only: Callable[..., object] = lambda *_: True,
+) -> list[Any]:
+    """Have calls of a function wait for `gate`, `only` those for whose arguments this holds.
+
+    Returns a list that gets the arguments of each call, before it waits.
+    """
+    work, begun = getattr(of, name), list[Any]()
+
+    def wait_first(*arguments: Any, **named: Any) -> Any:
+        begun.append(arguments)
+        if only(*arguments):
+            gate.wait()
+        return work(*arguments, **named)
+
+    patch.setattr(of, name, wait_first)
+    return begun
 
 
 async def end(task: "asyncio.Task[Any]") -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -34,7 +33,7 @@ from tests.engine.support import journal
 from tests.engine.support.world import FACTS, World
 from tests.support.reads import reading
 from tests.support.scripted_trainer import CapturedExport
-from tests.support.waiting import holding, until
+from tests.support.waiting import hold, holding, until
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 
@@ -205,16 +204,10 @@ async def test_an_export_that_a_stop_cuts_off_while_it_is_encrypted_ends_right_a
     world: World,
 ) -> None:
     """Even if the old engine's thread goes on: each try has a directory of its own."""
-    identity, go_on, begun = pyrage.x25519.Identity.generate(), threading.Event(), list[Path]()
-    encrypt = age_encryption.encrypt
-
-    def held(file: Path, recipients: Sequence[str]) -> Path:
-        begun.append(file)
-        if len(begun) == 2:  # one file is encrypted, another is not
-            go_on.wait()
-        return encrypt(file, recipients)
-
-    world.patch.setattr(age_encryption, "encrypt", held)
+    identity, go_on = pyrage.x25519.Identity.generate(), threading.Event()
+    begun: list[Any] = hold(  # once one file is encrypted, another is not
+        world.patch, age_encryption, "encrypt", go_on, only=lambda *_: len(begun) == 2
+    )
     model = await world.model()
     body = SaveExternalBody("a", None, [str(identity.to_public())]).to_bytes()
     exported = await journal.submit(world.store, model, 1, RequestKind.SAVE_WEIGHTS_EXTERNAL, body)
