@@ -231,11 +231,7 @@ async def test_a_save_waits_for_the_export_before_it(world: World) -> None:
     model = await world.model()
     world.workers.disk.clear()
     exported, saved = await export(world, model, 1), await save(world, model, 2)
-
-    async def names() -> list[str]:
-        return world.workers.names()
-
-    await world.until(names, lambda names: "persist" in names)
+    await world.until(world.workers.names, lambda names: "persist" in names)
     world.workers.disk.set()
     for each in (exported, saved):
         assert (await world.done(each)).status is FutureStatus.DONE
