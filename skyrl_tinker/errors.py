@@ -31,11 +31,12 @@ SkyrlTinkerError              500  server
     └── LeaseLostError        500  server   another server has taken over the database
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from skyrl_tinker.redaction import redact
 
 Category = Literal["user", "server", "unknown"]
+T = TypeVar("T")
 MOST_CHARACTERS = 4096
 """Characters of a text about a failure that are kept: part of it may be a client's, of any length."""
 _NO_REASON = "For further information visit "
@@ -93,6 +94,13 @@ class NotFoundError(UserError):
 
     def __str__(self) -> str:
         return f"not found: {super().__str__()}"
+
+
+def found(value: T | None, otherwise: str) -> T:
+    """Return what was looked for. Raises NotFoundError with the message `otherwise` if it is None."""
+    if value is None:
+        raise NotFoundError(otherwise)
+    return value
 
 
 class GoneError(UserError):

@@ -2,13 +2,8 @@
 
 import os
 import re
-import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +13,7 @@ import yaml
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from tests.support.certificates import write_certificate
+from tests.support.plain_server import answering
 
 DOCKER = Path(__file__).parents[1] / "docker"
 SERVICES: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
@@ -99,28 +95,6 @@ def test_an_insecure_start_makes_no_key(tmp_path: Path) -> None:
     assert "No such option: --none-such" in start.stderr
 
 
-@contextmanager
-def _answering(status: int, tls: tuple[Path, Path] | None = None) -> Iterator[int]:
-    """A server whose /healthz has that status; yields its port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/healthz" else 404)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        if tls is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*tls)
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
-
-
 def _is_healthy(home: Path, **settings: Any) -> bool:
     """What the check says of a server that was given these as arguments; the variables say others."""
     noted = Settings(home=home, **settings)
@@ -137,14 +111,14 @@ def _is_healthy(home: Path, **settings: Any) -> bool:
 def test_the_health_check_asks_healthz_where_the_server_listens(
     tmp_path: Path, host: str, status: int, healthy: bool
 ) -> None:
-    with _answering(status) as port:
-        assert _is_healthy(tmp_path, host=host, port=port) == healthy
+    with answering(status, b"", path="/healthz") as server:
+        assert _is_healthy(tmp_path, host=host, port=server.server_port) == healthy
 
 
 def test_the_health_check_speaks_https_where_the_server_does(tmp_path: Path) -> None:
     cert, key = write_certificate(tmp_path)
-    with _answering(200, (cert, key)) as port:
-        assert _is_healthy(tmp_path, port=port, tls_cert=cert, tls_key=key)
+    with answering(200, b"", cert, key, "/healthz") as server:
+        assert _is_healthy(tmp_path, port=server.server_port, tls_cert=cert, tls_key=key)
 
 
 def test_the_image_has_the_scripts_that_run_in_it() -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import BindParameter, ColumnElement, Connection, bindparam, func
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach, SessionId, VersionId
 from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
-from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError
+from skyrl_tinker.errors import NotFoundError, NotSupportedError, UserError, found
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.file_paths import from_stored, to_stored
 from skyrl_tinker.store.database.prepared import Prepared
@@ -107,9 +107,7 @@ def require_within(
 ) -> CheckpointRow:
     """Return a checkpoint that the caller sees, not one that is merely published. Raises NotFoundError."""
     row = _find_named(conn, within(reach), model_id, kind, name)
-    if row is None:
-        raise NotFoundError(f"no checkpoint tinker://{model_id}/{kind}/{name}")
-    return row
+    return found(row, f"no checkpoint tinker://{model_id}/{kind}/{name}")
 
 
 def latest_for_model(conn: Connection, model_key: ModelKey, kind: CheckpointKind) -> CheckpointRow | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from sqlalchemy import ColumnElement, Connection, bindparam, func, select, true, update
 
 from skyrl_tinker.domain.ids import ALL_OWNERS, OwnerId, Reach, SessionId
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import found
 from skyrl_tinker.store.database.tables import ApiKey, Session
 
 LOCAL_OWNER = "local"
@@ -49,8 +49,7 @@ def in_project(project_ids: Sequence[str]) -> ColumnElement[bool]:
 def require_session(conn: Connection, reach: Reach, session_id: SessionId) -> None:
     """Raise NotFoundError if the caller sees no such session."""
     query = select(Session.session_id).where(Session.session_id == session_id, within(reach))
-    if conn.scalar(query) is None:
-        raise NotFoundError(f"no session {session_id}")
+    found(conn.scalar(query), f"no session {session_id}")
 
 
 def count_ownerless(conn: Connection) -> int:

@@ -19,7 +19,7 @@ from skyrl_tinker.domain.ids import (
     SessionId,
     VersionId,
 )
-from skyrl_tinker.errors import NotFoundError, SeqIdReusedError
+from skyrl_tinker.errors import SeqIdReusedError, found
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, as_row, database_time
@@ -86,9 +86,7 @@ def find(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId)
 
 def require(conn: Connection, reach: Reach, sampling_session_id: SamplingSessionId) -> SamplingSessionRow:
     """Return a sampling session that the caller sees. Raises NotFoundError."""
-    if (row := find(conn, reach, sampling_session_id)) is None:
-        raise NotFoundError(f"no sampling session {sampling_session_id}")
-    return row
+    return found(find(conn, reach, sampling_session_id), f"no sampling session {sampling_session_id}")
 
 
 def get(conn: Connection, sampling_session_id: SamplingSessionId) -> SamplingSessionRow | None:

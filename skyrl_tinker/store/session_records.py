@@ -8,7 +8,7 @@ from uuid import uuid4
 from sqlalchemy import BindParameter, ColumnElement, Connection, bindparam, case, insert, or_, select, update
 
 from skyrl_tinker.domain.ids import ModelState, OwnerId, SessionId
-from skyrl_tinker.errors import GoneError, NotFoundError
+from skyrl_tinker.errors import GoneError, NotFoundError, found
 from skyrl_tinker.store import audit_log
 from skyrl_tinker.store.database.prepared import Prepared
 from skyrl_tinker.store.database.rows import AnyRow, database_time
@@ -70,11 +70,11 @@ def heartbeat(conn: Connection, beats: Sequence[Beat]) -> dict[Beat, NotFoundErr
     for first in range(0, len(beats), AT_ONCE):
         part = beats[first : first + AT_ONCE]
         rows = conn.execute(_BEATING, {"of": [session_id for _, session_id in part]})
-        found = {(row.owner_id, row.session_id): row for row in rows}
+        there = {(row.owner_id, row.session_id): row for row in rows}
         live = []
         for beat in set(part):
             try:
-                check_live(_found(found.get(beat), beat[1]))
+                check_live(found(there.get(beat), f"no session {beat[1]}"))
                 live.append(beat[1])
             except (NotFoundError, GoneError) as error:
                 failed[beat] = error
@@ -200,10 +200,4 @@ _REASONS = Prepared(
 
 
 def _session(conn: Connection, session_id: SessionId) -> AnyRow:
-    return _found(_SESSION.row(conn, {"of": session_id}), session_id)
-
-
-def _found(row: AnyRow | None, session_id: SessionId) -> AnyRow:
-    if row is None:
-        raise NotFoundError(f"no session {session_id}")
-    return row
+    return found(_SESSION.row(conn, {"of": session_id}), f"no session {session_id}")

@@ -7,12 +7,8 @@ import re
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +17,7 @@ from skyrl_tinker.cli.commands import app
 from skyrl_tinker.cli.running_server import RunningServer
 from skyrl_tinker.cli.server_tables import run_lines, usage_lines
 from tests.cli.test_trusted_servers import RUN
+from tests.support.plain_server import answering
 
 
 @pytest.fixture(autouse=True)
@@ -56,26 +53,6 @@ def test_settings_of_another_version_say_where_its_server_is(tmp_path: Path) -> 
     assert "no server answers at http://127.0.0.1:9: " in fail("status", "--home", str(tmp_path))
 
 
-@contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST  # noqa: N815
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.mark.parametrize(
     ("status", "body", "told"),
     [
@@ -84,8 +61,8 @@ def answering(status: int, body: bytes) -> Iterator[str]:
     ],
 )
 def test_a_refusal_is_told_in_the_words_of_the_server(status: int, body: bytes, told: str) -> None:
-    with answering(status, body) as url:
-        assert fail("end", "nosuch", "--url", url) == f"skyrl-tinker: {url}: {told}\n"
+    with answering(status, body) as server:
+        assert fail("end", "nosuch", "--url", server.url) == f"skyrl-tinker: {server.url}: {told}\n"
 
 
 @pytest.mark.parametrize(
@@ -100,13 +77,13 @@ def test_a_text_that_is_no_url_is_told(url: str) -> None:
 @pytest.mark.parametrize("body", [b"<html>Welcome", b"{}", b"[]", b'{"state": "ready", "server": null}'])
 @pytest.mark.parametrize("command", ["status", "ps", "top", "runs", "usage", "checkpoints list"])
 def test_another_program_or_version_behind_the_url_is_told(command: str, body: bytes) -> None:
-    with answering(200, body) as url:
-        assert "answered in another form than skyrl-tinker " in fail(*command.split(), "--url", url)
+    with answering(200, body) as server:
+        assert "answered in another form than skyrl-tinker " in fail(*command.split(), "--url", server.url)
 
 
 def test_a_page_that_leads_elsewhere_is_no_answer() -> None:
-    with answering(301, b"moved") as url:
-        assert fail("status", "--url", url) == f"skyrl-tinker: {url}: answered 301: moved\n"
+    with answering(301, b"moved") as server:
+        assert fail("status", "--url", server.url) == f"skyrl-tinker: {server.url}: answered 301: moved\n"
 
 
 @pytest.mark.parametrize("key", ["tml-a\r", "tml-ä", "tml-a b"])
@@ -177,8 +154,8 @@ def test_the_terminal_s_width_counts(columns: int) -> None:
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, columns))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    with answering(200, json.dumps({"runs": [RUN | {"name": "letters"}], "total": 1}).encode()) as url:
-        command = [sys.executable, "-m", "skyrl_tinker", "runs", "--url", url]
+    with answering(200, json.dumps({"runs": [RUN | {"name": "letters"}], "total": 1}).encode()) as server:
+        command = [sys.executable, "-m", "skyrl_tinker", "runs", "--url", server.url]
         subprocess.run(command, stdout=slave, env=environment, check=True)
     heads, row, *_ = os.read(master, 1 << 16).decode().splitlines()
     os.close(slave)

@@ -1,13 +1,10 @@
 """Which server commands ask, whom they send the key, and what of its answers reaches the terminal."""
 
 import json
-import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.system.process_lock import holder, process_lock
 from skyrl_tinker.system.processes import listens
+from tests.support import plain_server
 from tests.support.certificates import write_certificate
 
 HOSTILE = "\x1b[31mred\x1b]0;title\x07\u202e\x9b1m\nfake-run  root  ready"
@@ -44,48 +42,13 @@ RUN = {
     "state_reason": HOSTILE,
 }
 RUNS = {"runs": [RUN], "total": 1}
+answering = partial(plain_server.answering, 200, json.dumps(RUNS).encode())
 ELSEWHERE = """
 import socket, sys
 with socket.create_server(("127.0.0.1", 0)) as listener:
     print(listener.getsockname()[1], flush=True)
     listener.accept()
 """
-
-
-class Answering(ThreadingHTTPServer):
-    """A server of RUNS, and the keys that it was sent."""
-
-    def __init__(self) -> None:
-        self.keys: list[str | None] = []
-
-        class Handler(BaseHTTPRequestHandler):
-            server: Answering
-
-            def do_GET(self) -> None:
-                self.server.keys.append(self.headers["X-API-Key"])
-                body = json.dumps(RUNS).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-@contextmanager
-def answering(cert: Path | None = None, key: Path | None = None) -> Iterator[Answering]:
-    with Answering() as server:
-        if cert is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(cert, key)
-            server.socket = context.wrap_socket(server.socket, server_side=True)
-            server.handle_error = lambda *_: None  # of clients that refuse its certificate
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
 
 
 @pytest.fixture

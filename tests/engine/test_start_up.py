@@ -36,7 +36,7 @@ from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.atomic_directory import staging_of
 from skyrl_tinker.training.distributed import MeetingFile
-from skyrl_tinker.training.trainer_group import TrainerGroup, TrainerSpec
+from skyrl_tinker.training.trainer_group import TrainerGroup
 from tests.engine.support.world import FACTS
 from tests.store.support.rows import create, ephemeral, new_session
 from tests.support.failures import failing_first
@@ -239,19 +239,13 @@ def test_ranks_start_nicely_where_another_base_model_is_trained(
     roles: list[str],
     expected: list[int],
 ) -> None:
-    launched: list[TrainerSpec] = []
-
-    def launch(spec: TrainerSpec, _: object) -> MagicMock:
-        launched.append(spec)
-        return MagicMock()
-
-    monkeypatch.setattr(TrainerGroup, "launch", launch)
+    monkeypatch.setattr(TrainerGroup, "launch", launch := MagicMock())
     settings = config.load(home=tmp_path, device="cpu", bases={"other": {"roles": roles}})
     directories, status = Directories(settings), EngineStatus(store, bell)
     env = Environment(settings, directories, Cluster(), store, bell, status, Metrics())
     other = replace(FACTS, names=("other",), trainable="train" in roles)
     StartUp(env, Bases((FACTS, other)), []).runtimes()
-    assert [spec.start_niceness for spec in launched] == expected
+    assert [call.args[0].start_niceness for call in launch.call_args_list] == expected
 
 
 async def test_cut_weights_are_refused_by_their_files_name_before_samplers_start(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import make_url
@@ -139,10 +140,7 @@ def test_a_collector_without_the_opentelemetry_packages_is_refused_with_the_extr
 def test_a_package_that_an_option_needs_is_told_with_the_command_that_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def probe(_: object) -> None:
-        raise ImportError("Install s3fs")
-
-    monkeypatch.setattr(preflight.CheckpointStorage, "probe", probe)
+    monkeypatch.setattr(preflight.CheckpointStorage, "probe", Mock(side_effect=ImportError("Install s3fs")))
     with pytest.raises(StartupError, match=f"Install s3fs; {SETUP}$"):
         preflight.check_storage(config.load(home=tmp_path, checkpoints="s3://bucket/a"))
     monkeypatch.setitem(sys.modules, "psycopg", None)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,18 +49,12 @@ def _place(model: Path, gpus: int, size: float = 80, **given: Any) -> tuple[Sett
 
 
 def test_base_models_of_one_shape_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[str] = []
     costs = _costs(QWEN3_8B, demand := Demand(1, 80 * GB, 4096, 32, 1, 0, 1, 0.9), 1)
-
-    def measure(_: CostsProcess, request: str) -> str:
-        measured.append(request)
-        return json.dumps(asdict(costs))
-
-    monkeypatch.setattr(CostsProcess, "_measure", measure)
+    monkeypatch.setattr(CostsProcess, "_measure", measure := Mock(return_value=json.dumps(asdict(costs))))
     for shape in ("one", "one", "another"):
         with CostsProcess() as measuring:
             assert measuring.costs({"shape": shape}, demand, 1) == costs
-    assert len(measured) == 2
+    assert measure.call_count == 2
 
 
 def test_one_process_measures_all_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

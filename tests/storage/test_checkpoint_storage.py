@@ -36,7 +36,7 @@ from skyrl_tinker.system.off_loop import (
     in_transfer_thread,
 )
 from tests.support.object_storage import BUCKET, ObjectStorage, object_storage
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import hold, holding, until
 
 FILES = {"adapter_model.safetensors": b"weights" * 1000, "adapter_config.json": b"{}"}
 
@@ -66,6 +66,20 @@ def write(directory: Path) -> Path:
 
 def content(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> CheckpointStorage:
+    return CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
+
+
+def only_stored(storage: CheckpointStorage, *names: str) -> list[Path]:
+    """Store directories, and remove them here."""
+    directories = [write(storage._root / name) for name in names]
+    for directory in directories:
+        storage.store(directory)
+        shutil.rmtree(directory)
+    return directories
 
 
 def test_what_is_stored_comes_back_and_is_removed(storage: CheckpointStorage, tmp_path: Path) -> None:
@@ -315,146 +329,85 @@ def test_the_longest_unused_leave_the_cache_and_come_back(s3: ObjectStorage, tmp
 
 
 async def test_a_fetch_waits_for_no_other_directory_however_many_wait_for_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
-    slow, quick = (write(tmp_path / "local" / name) for name in ("slow", "quick"))
-    for directory in (slow, quick):
-        storage.store(directory)
-        shutil.rmtree(directory)
-    get, go_on = storage._files.get_file, threading.Event()
-
-    def get_file(place: str, target: str) -> None:
-        if "/slow/" in place:
-            go_on.wait()
-        get(place, target)
-
-    monkeypatch.setattr(storage._files, "get_file", get_file)
-    waiting = [asyncio.create_task(storage.fetch_off_loop(slow)) for _ in range(2 * TRANSFER_THREADS)]
-    try:
-        await asyncio.sleep(0)
-        async with asyncio.timeout(PATIENCE_S):
-            await storage.fetch_off_loop(quick)
+    slow, quick = only_stored(on_disk, "slow", "quick")
+    go_on = threading.Event()
+    hold(monkeypatch, on_disk._files, "get_file", go_on, only=lambda place, _: "/slow/" in place)
+    waiting = [asyncio.create_task(on_disk.fetch_off_loop(slow)) for _ in range(2 * TRANSFER_THREADS)]
+    async with holding(go_on, waiting):
+        await on_disk.fetch_off_loop(quick)
         assert not any(each.done() for each in waiting)
-    finally:
-        go_on.set()
-    await asyncio.gather(*waiting)
     assert content(slow).keys() == {*FILES, FILE_NAME}
 
 
 async def test_who_joins_a_fetch_holds_no_disk_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
-    directories = [write(tmp_path / "local" / str(number)) for number in range(DISK_THREADS)]
-    for directory in directories:
-        storage.store(directory)
-        shutil.rmtree(directory)
-    get, go_on, begun = storage._files.get_file, threading.Event(), set[str]()
-
-    def get_file(place: str, target: str) -> None:
-        begun.add(Path(place).parent.name)
-        go_on.wait()
-        get(place, target)
-
-    monkeypatch.setattr(storage._files, "get_file", get_file)
-    fetches = [asyncio.create_task(storage.fetch_off_loop(each)) for each in directories]
-    try:
-        await until(lambda: len(begun) == DISK_THREADS)
-        fetches += [asyncio.create_task(storage.fetch_off_loop(each)) for each in directories]
+    directories = only_stored(on_disk, *map(str, range(DISK_THREADS)))
+    go_on = threading.Event()
+    begun = hold(monkeypatch, on_disk._files, "get_file", go_on)
+    fetches = [asyncio.create_task(on_disk.fetch_off_loop(each)) for each in directories]
+    async with holding(go_on, fetches):
+        await until(lambda: len({Path(place).parent for place, _ in begun}) == DISK_THREADS)
+        fetches += [asyncio.create_task(on_disk.fetch_off_loop(each)) for each in directories]
         for _ in range(10):  # until each has begun what it does in a thread
             await asyncio.sleep(0)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await in_disk_thread(int) == 0
+        assert await in_disk_thread(int) == 0
         assert not any(each.done() for each in fetches)
-    finally:
-        go_on.set()
-    await asyncio.gather(*fetches)
     assert all(map(Path.exists, directories))
 
 
 async def test_a_fetch_waits_for_none_of_another_share_also_of_a_directory_that_it_waits_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
-    directories = [write(tmp_path / "local" / str(number)) for number in range(LOAD_THREADS)]
-    for directory in directories:
-        storage.store(directory)
-        shutil.rmtree(directory)
-    fetch, go_on, begun = storage.fetch, threading.Event(), list[Path]()
-
-    def held(directory: Path) -> None:
-        begun.append(directory)
-        if directory != directories[-1]:
-            go_on.wait()
-        fetch(directory)
-
-    monkeypatch.setattr(storage, "fetch", held)
-    fetches = [asyncio.create_task(storage.fetch_off_loop(each, "a")) for each in directories]
-    try:
+    directories = only_stored(on_disk, *map(str, range(LOAD_THREADS)))
+    go_on = threading.Event()
+    begun = hold(monkeypatch, on_disk, "fetch", go_on, only=lambda directory: directory != directories[-1])
+    fetches = [asyncio.create_task(on_disk.fetch_off_loop(each, "a")) for each in directories]
+    async with holding(go_on, fetches):
         await until(lambda: len(begun) == LOAD_THREADS // 2)
-        async with asyncio.timeout(PATIENCE_S):
-            await storage.fetch_off_loop(directories[-1], "b")
+        await on_disk.fetch_off_loop(directories[-1], "b")
         assert len(begun) == LOAD_THREADS // 2 + 1  # of the first share any half: disk threads looked first
-        assert begun[-1] == directories[-1]
-    finally:
-        go_on.set()
-    await asyncio.gather(*fetches)
+        assert begun[-1] == (directories[-1],)
     assert all(map(Path.exists, directories))
 
 
 @pytest.mark.parametrize("known_s", [60.0, 0.0])
 async def test_what_was_fetched_waits_for_no_transfer_until_it_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_s: float
+    on_disk: CheckpointStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_s: float
 ) -> None:
     monkeypatch.setattr(checkpoint_storage, "KNOWN_S", known_s)
-    storage = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere")
     evicted, removed = directories = [write(tmp_path / "local" / name) for name in ("evicted", "removed")]
     for directory in directories:
-        storage.store(directory)
-        assert not storage._knows(directory)
-        await storage.fetch_off_loop(directory)
-        assert storage._knows(directory) == bool(known_s)
+        on_disk.store(directory)
+        assert not on_disk._knows(directory)
+        await on_disk.fetch_off_loop(directory)
+        assert on_disk._knows(directory) == bool(known_s)
     go_on = threading.Event()
     transfers = [asyncio.create_task(in_load_thread(go_on.wait)) for _ in range(2 * LOAD_THREADS)]
-    try:
-        await asyncio.sleep(0)
-        async with asyncio.timeout(PATIENCE_S):
-            for directory in directories:
-                await storage.fetch_off_loop(directory)
-    finally:
-        go_on.set()
-    await asyncio.gather(*transfers)
+    async with holding(go_on, transfers):
+        for directory in directories:
+            await on_disk.fetch_off_loop(directory)
     os.utime(evicted, (0, 0))
-    storage.evict(0, lambda _: False)
-    storage.remove(removed)
-    assert not any(map(storage._knows, directories))
-    await storage.fetch_off_loop(evicted)
+    on_disk.evict(0, lambda _: False)
+    on_disk.remove(removed)
+    assert not any(map(on_disk._knows, directories))
+    await on_disk.fetch_off_loop(evicted)
     assert evicted.exists()
 
 
 async def test_however_much_is_fetched_a_save_is_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: CheckpointStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage, go_on = CheckpointStorage(tmp_path / "local", f"file://{tmp_path}/elsewhere"), threading.Event()
-    begun = list[Path]()
-
-    def fetch(directory: Path) -> None:
-        begun.append(directory)
-        go_on.wait()
-
-    monkeypatch.setattr(storage, "fetch", fetch)
+    go_on = threading.Event()
+    begun = hold(monkeypatch, on_disk, "fetch", go_on)
     directories = [tmp_path / "local" / str(number) for number in range(2 * TRANSFER_THREADS)]
-    fetches = [asyncio.create_task(storage.fetch_off_loop(directory)) for directory in directories]
-    try:
+    async with holding(go_on, [asyncio.create_task(on_disk.fetch_off_loop(each)) for each in directories]):
         await until(lambda: len(begun) >= LOAD_THREADS)
         saved = write(tmp_path / "local" / "saved")
-        async with asyncio.timeout(PATIENCE_S):
-            await in_transfer_thread(storage.store, saved)
-        assert storage.has(saved)
-    finally:
-        go_on.set()
-    await asyncio.gather(*fetches)
+        await in_transfer_thread(on_disk.store, saved)
+        assert on_disk.has(saved)
 
 
 async def test_weights_are_waited_for_while_the_storage_is_away(
@@ -462,9 +415,7 @@ async def test_weights_are_waited_for_while_the_storage_is_away(
 ) -> None:
     monkeypatch.setattr(outbox, "AWAY_S", 0.05)
     storage = CheckpointStorage(tmp_path / "local", f"s3://{BUCKET}/away", pauses_s=())
-    directory = write(tmp_path / "local" / "1")
-    storage.store(directory)
-    shutil.rmtree(directory)
+    (directory,) = only_stored(storage, "1")
     with s3.away():
         waiting = asyncio.ensure_future(when_possible(storage.fetch_off_loop, directory))
         await until(lambda: "tried again in" in caplog.text)

@@ -2,10 +2,13 @@
 
 import asyncio
 import inspect
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar, overload
+
+import pytest
 
 T = TypeVar("T")
 PATIENCE_S = 480.0
@@ -45,6 +48,42 @@ def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S, ev
             raise TimeoutError(f"{condition.__qualname__}: not within {within_s:.0f} s")
         time.sleep(_pause(every_s, began))
         began = time.thread_time()
+
+
+@asynccontextmanager
+async def holding(gate: threading.Event, tasks: "Sequence[asyncio.Task[Any]]" = ()) -> AsyncIterator[None]:
+    """Context with a time limit, in which threads wait for `gate`; it opens behind it, and tasks end."""
+    try:
+        await asyncio.sleep(0)  # until the tasks have begun
+        async with asyncio.timeout(PATIENCE_S):
+            yield
+    finally:
+        gate.set()
+    await asyncio.gather(*tasks)
+
+
+def hold(
+    patch: pytest.MonkeyPatch,
+    of: Any,
+    name: str,
+    gate: threading.Event,
+    *,
+    only: Callable[..., object] = lambda *_: True,
+) -> list[Any]:
+    """Have calls of a function wait for `gate`, `only` those for whose arguments this holds.
+
+    Returns a list that gets the arguments of each call, before it waits.
+    """
+    work, begun = getattr(of, name), list[Any]()
+
+    def wait_first(*arguments: Any, **named: Any) -> Any:
+        begun.append(arguments)
+        if only(*arguments):
+            gate.wait()
+        return work(*arguments, **named)
+
+    patch.setattr(of, name, wait_first)
+    return begun
 
 
 async def end(task: "asyncio.Task[Any]") -> None:

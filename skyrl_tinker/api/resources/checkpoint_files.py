@@ -13,7 +13,7 @@ from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from skyrl_tinker.domain.manifest import FILE_NAME, Manifest, parse_manifest
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import NotFoundError, found
 from skyrl_tinker.storage.storage_port import Storage
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 from skyrl_tinker.system.off_loop import in_transfer_thread
@@ -45,9 +45,8 @@ class CheckpointFiles:
 
     async def response(self, name: str) -> "StoredFileResponse":
         """Answer with a file of the manifest. NotFoundError for an unknown name, too."""
-        entry = (await self.manifest()).files.get(name)
-        if entry is None:
-            raise NotFoundError(f"{self._row.path} has no file {name!r}")
+        files = (await self.manifest()).files
+        entry = found(files.get(name), f"{self._row.path} has no file {name!r}")
         return StoredFileResponse(await self.open(name), name, entry.size, self._row.created_at)
 
 

@@ -18,7 +18,7 @@ from skyrl_tinker.api.resources.token_view import items_of, request_summary, tok
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached
 from skyrl_tinker.api.waiting.engine_client import EngineUnavailableError
 from skyrl_tinker.domain.ids import ModelId, ModelKey, OwnerId, Reach
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import found
 from skyrl_tinker.protocol.activity import Activity, activity_from_bytes
 from skyrl_tinker.protocol.schemas.console import (
     ItemsResponse,
@@ -220,15 +220,10 @@ async def items(request_id: str, query: Annotated[Paging, Query()], deps: Deps, 
 
 
 def _stored(conn: Connection, owner: OwnerId | None, request_id: str) -> StoredTokens:
-    stored = stored_tokens(conn, owner, request_id)
-    if stored is None:
-        raise NotFoundError(f"no finished pass or sample {request_id!r} of yours, or its result has expired")
-    return stored
+    otherwise = f"no finished pass or sample {request_id!r} of yours, or its result has expired"
+    return found(stored_tokens(conn, owner, request_id), otherwise)
 
 
 def _model(conn: Connection, reach: Reach, run: str) -> ModelKey:
     """Return the key of a run that the caller sees. Raises NotFoundError."""
-    row = model_records.find(conn, reach, ModelId(run))
-    if row is None:
-        raise NotFoundError(f"no training run {run}")
-    return row.key
+    return found(model_records.find(conn, reach, ModelId(run)), f"no training run {run}").key

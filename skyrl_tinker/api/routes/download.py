@@ -9,7 +9,7 @@ from skyrl_tinker.api.resources.checkpoint_files import BINARY, CheckpointFiles,
 from skyrl_tinker.api.resources.chrome_trace import chrome_trace
 from skyrl_tinker.api.services import Deps, Services
 from skyrl_tinker.domain.ids import SessionId
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import found
 from skyrl_tinker.store import checkpoint_records, session_records
 from skyrl_tinker.store.checkpoint_records import CheckpointRow
 
@@ -65,6 +65,4 @@ async def trace(session_id: str, request: Request, deps: Deps) -> StreamingRespo
 async def _checkpoint(deps: Services, number: int) -> CheckpointRow:
     """Return the checkpoint that the URL was signed for, never a later one of the same name."""
     row = await deps.store.read(lambda conn: checkpoint_records.by_id(conn, number))
-    if row is None:
-        raise NotFoundError("this checkpoint is deleted or expired")
-    return row
+    return found(row, "this checkpoint is deleted or expired")

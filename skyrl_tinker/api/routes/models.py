@@ -12,7 +12,7 @@ from skyrl_tinker.api.requests.request_body import read_as, read_model, require_
 from skyrl_tinker.api.requests.submission import announce, from_json, submit_training
 from skyrl_tinker.api.services import CallerDep, Deps, Owner, Reached, Services
 from skyrl_tinker.domain.ids import ModelId, OwnerId, RequestKind
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import found
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
 from skyrl_tinker.protocol.schemas.runs import WeightsInfoRequest, WeightsInfoResponse
@@ -109,9 +109,8 @@ async def unload_model(request: Request, deps: Deps, reach: Reached, owner: Owne
 @router.post("/get_info", **takes("Describe a model, from create_model on", GetInfoRequest))
 async def get_info(request: Request, deps: Deps, reach: Reached) -> GetInfoResponse:
     message = await read_model(request, GetInfoRequest)
-    row = await deps.store.read(lambda conn: model_records.find(conn, reach, ModelId(message.model_id)))
-    if row is None:
-        raise NotFoundError(f"no model {message.model_id}")
+    model = await deps.store.read(lambda conn: model_records.find(conn, reach, ModelId(message.model_id)))
+    row = found(model, f"no model {message.model_id}")
     facts = deps.bases.find(row.base_model)
     return GetInfoResponse(
         model_id=row.model_id,

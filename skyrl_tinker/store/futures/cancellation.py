@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, bindparam, literal, select
 
 from skyrl_tinker.domain.ids import FutureStatus, ModelId, Reach, RequestId, RequestKind
-from skyrl_tinker.errors import NotFoundError, UserError
+from skyrl_tinker.errors import UserError, found
 from skyrl_tinker.store import session_records
 from skyrl_tinker.store.database.tables import Future, Model, SamplingSession, Session
 from skyrl_tinker.store.futures.record import (
@@ -77,9 +77,8 @@ def cancel_sample(conn: Connection, reach: Reach, request_id: RequestId) -> bool
 
     Raises NotFoundError, and UserError for another kind of request.
     """
-    row = conn.execute(_TARGET.where(within(reach)), {"request_id": request_id}).one_or_none()
-    if row is None:
-        raise NotFoundError(f"no future {request_id!r} on this server")
+    target = conn.execute(_TARGET.where(within(reach)), {"request_id": request_id}).one_or_none()
+    row = found(target, f"no future {request_id!r} on this server")
     if row.kind is not RequestKind.SAMPLE:
         raise UserError(
             f"request_id: found a {row.kind}, expected a sample: "
@@ -98,9 +97,8 @@ def submit_unload(conn: Connection, reach: Reach, model_id: ModelId) -> Accepted
 
     Raises NotFoundError (no model), GoneError (session finished).
     """
-    row = conn.execute(_MODEL.where(within(reach)), {"model_id": model_id}).one_or_none()
-    if row is None:
-        raise NotFoundError(f"no model {model_id}")
+    model = conn.execute(_MODEL.where(within(reach)), {"model_id": model_id}).one_or_none()
+    row = found(model, f"no model {model_id}")
     first = conn.execute(_UNLOADING, {"model_key": row.key}).first()
     if first is not None:
         return existing_answer(first, model_id)

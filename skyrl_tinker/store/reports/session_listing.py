@@ -21,7 +21,7 @@ from sqlalchemy import (
 )
 
 from skyrl_tinker.domain.ids import OwnerId, Reach, SessionId
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import found
 from skyrl_tinker.protocol.schemas.session_list import (
     SearchCursor,
     SessionContents,
@@ -51,9 +51,8 @@ def list_ids(conn: Connection, reach: Reach, limit: int, offset: int) -> list[st
 def contents(conn: Connection, reach: Reach, session_id: SessionId) -> SessionContents:
     """Return all that the session has created. Raises NotFoundError if the caller sees no such session."""
     query = select(Session.user_metadata, Session.display_name)
-    row = conn.execute(query.where(Session.session_id == session_id, within(reach))).one_or_none()
-    if row is None:
-        raise NotFoundError(f"no session {session_id}")
+    session = conn.execute(query.where(Session.session_id == session_id, within(reach))).one_or_none()
+    row = found(session, f"no session {session_id}")
     runs = select(Model.model_id).where(Model.session_id == session_id).order_by(Model.key)
     samplers = (
         select(SamplingSession.sampling_session_id)

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 from sqlalchemy import ColumnElement, Connection, Select, String, and_, cast, func, or_, select
 
 from skyrl_tinker.domain.ids import CheckpointKind, ModelId, ModelKey, Reach
-from skyrl_tinker.errors import NotFoundError
+from skyrl_tinker.errors import found
 from skyrl_tinker.protocol.schemas.console import Continuation, RunColumn
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
@@ -105,9 +105,8 @@ def runs_of(conn: Connection, reach: Reach, keys: Sequence[ModelKey]) -> list[Ru
 
 def find(conn: Connection, reach: Reach, model_id: ModelId, scope: Scope) -> Run:
     """Return a run. Raises NotFoundError if the caller does not see it."""
-    for run in _runs(conn, reach, Model.model_id == model_id, _visible(conn, reach, scope)).values():
-        return run
-    raise NotFoundError(f"no training run {model_id}")
+    runs = _runs(conn, reach, Model.model_id == model_id, _visible(conn, reach, scope))
+    return found(next(iter(runs.values()), None), f"no training run {model_id}")
 
 
 def list_checkpoints(
@@ -120,8 +119,8 @@ def list_checkpoints(
     readable = or_(within(reach), SavedCheckpoint.public)
     where = Model.model_id == model_id, readable, SavedCheckpoint.kind.in_(kinds), *is_live(conn)
     ids = list(conn.scalars(_ids(*where).order_by(SavedCheckpoint.id)))
-    if not ids and model_records.find(conn, reach, model_id) is None:
-        raise NotFoundError(f"no training run {model_id}")
+    if not ids:
+        found(model_records.find(conn, reach, model_id), f"no training run {model_id}")
     return ids
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_tinker.api.middleware import disk_room
 from tests.api.support.world import World
+from tests.support.waiting import holding
 
 
 class Usage(NamedTuple):
@@ -52,13 +53,11 @@ async def test_a_file_system_that_is_away_stops_nobody(world: World, free: list[
     back = threading.Event()
     world.patch.setattr(disk_room, "PATIENCE_S", 0.01)
     world.patch.setattr(shutil, "disk_usage", lambda _: back.wait() and Usage(1, 1, 0))
-    try:
+    async with holding(back):
         for _ in range(3):
             await world.session()
         assert (await world.http.get("http://api/readyz")).status_code == 200
         assert "disk_free_bytes 1e+12" in (await world.http.get("http://api/metrics")).text
-    finally:
-        back.set()
 
 
 async def test_a_file_system_that_answers_with_an_error_stops_nobody(world: World, free: list[int]) -> None:

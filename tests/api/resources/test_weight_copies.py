@@ -20,7 +20,7 @@ from skyrl_tinker.system.off_loop import LOAD_THREADS, TRANSFER_THREADS, in_tran
 from tests.api.support.users import get, new_user, speak_as
 from tests.api.support.world import BASE, Json, World, new_home, running, step
 from tests.support.reads import reading
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import hold, holding, until
 
 WEIGHTS, SAMPLER, EXTERNAL = CheckpointKind
 PROJECT = {"destination_project_id": "archive"}
@@ -77,22 +77,11 @@ async def test_a_copy_has_all_that_its_original_has(world: World, kind: Checkpoi
 
 async def test_however_much_is_copied_a_file_can_be_read(world: World) -> None:
     source, go_on = await saved(world, CheckpointKind.WEIGHTS), threading.Event()
-    link, begun = weight_copies._copy_files, list[Path]()
-
-    def wait(source: checkpoint_records.CheckpointRow, root: Path) -> None:
-        begun.append(root)
-        go_on.wait()
-        link(source, root)
-
-    world.patch.setattr(weight_copies, "_copy_files", wait)
+    begun = hold(world.patch, weight_copies, "_copy_files", go_on)
     copies = [asyncio.create_task(copy(world, source)) for _ in range(2 * TRANSFER_THREADS)]
-    try:
+    async with holding(go_on, copies):
         await until(lambda: len(begun) >= LOAD_THREADS)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await in_transfer_thread(lambda: 7) == 7
-    finally:
-        go_on.set()
-    await asyncio.gather(*copies)
+        assert await in_transfer_thread(lambda: 7) == 7
 
 
 async def test_however_much_one_key_copies_another_key_copies_too(world: World) -> None:
@@ -101,25 +90,17 @@ async def test_however_much_one_key_copies_another_key_copies_too(world: World) 
     source, go_on = await saved(world), threading.Event()
     run = tinker_path.parse(source).model_id
     assert (await world.post(f"training_runs/{run}/checkpoints/weights/a/publish", {})).status_code == 200
-    link, begun = weight_copies._copy_files, list[Path]()
-
-    def held(source: checkpoint_records.CheckpointRow, root: Path) -> None:
-        begun.append(root)
-        if len(begun) <= LOAD_THREADS // 2:
-            go_on.wait()
-        link(source, root)
-
-    world.patch.setattr(weight_copies, "_copy_files", held)
+    half = LOAD_THREADS // 2
+    begun: list[Any] = hold(
+        world.patch, weight_copies, "_copy_files", go_on, only=lambda *_: len(begun) <= half
+    )
     copies = [asyncio.create_task(copy(world, source, key=str(each))) for each in range(LOAD_THREADS)]
-    try:
-        await until(lambda: len(begun) == LOAD_THREADS // 2)
+    async with holding(go_on, copies):
+        await until(lambda: len(begun) == half)
         speak_as(world, bob)
-        async with asyncio.timeout(PATIENCE_S):
-            await copy(world, source)
-        assert len(begun) == LOAD_THREADS // 2 + 1
-    finally:
-        go_on.set()
-    assert len(set(await asyncio.gather(*copies))) == LOAD_THREADS
+        await copy(world, source)
+        assert len(begun) == half + 1
+    assert len({each.result() for each in copies}) == LOAD_THREADS
 
 
 async def test_copied_sampler_weights_are_a_version_of_their_own(world: World) -> None:

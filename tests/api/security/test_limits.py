@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker.api.middleware import request_rate
@@ -254,19 +254,13 @@ async def test_a_count_between_two_looks_includes_what_was_accepted(world: World
 
 async def test_the_backlogs_of_all_keys_are_counted_together(world: World) -> None:
     """A thousand keys would read all that is pending a thousand times a second."""
-    count, counts = holdings.pending_requests, list[Connection]()
-
-    def counted(conn: Connection) -> dict[OwnerId | None, int]:
-        counts.append(conn)
-        return count(conn)
-
-    world.patch.setattr(holdings, "pending_requests", counted)
+    world.patch.setattr(holdings, "pending_requests", counts := Mock(wraps=holdings.pending_requests))
     backlogs = KeyBacklogs(world.store)
     for owner in (1, 2, 3):
         who = Caller(OwnerId(owner), "alice", limits=KeyLimits(backlog=1))
         assert await backlogs.full(who) is None
         assert await backlogs.full(who)
-    assert len(counts) == 1
+    assert counts.call_count == 1
 
 
 def caller(rate: float | None, owner: int = 1) -> Caller:

@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -28,9 +29,7 @@ async def test_a_write_that_fails_is_the_answer_to_each_and_later_ones_are_writt
         keeping = [writing.keep(None, session) for session in asked]
         return await asyncio.gather(*keeping, return_exceptions=True)
 
-    def fails(*_: object, **__: object) -> None:
-        raise OperationalError("UPDATE", {}, Exception("disk I/O error"))
-
+    fails = Mock(side_effect=OperationalError("UPDATE", {}, Exception("disk I/O error")))
     with monkeypatch.context() as broken:
         broken.setattr(session_records, "heartbeat", fails)
         assert [type(each) for each in await answers(*sessions)] == [OperationalError] * 3

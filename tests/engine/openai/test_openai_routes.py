@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -132,11 +133,8 @@ async def test_a_request_that_waits_for_samplers_is_seen_in_the_queue_once(
     samplers: Any = ScriptedSamplers()
     driver = SamplerDriver(store, samplers, NONE, Concurrency(1, 1), Metrics())
     server = server_of(store, samplers, driver)
-
-    async def prepare(*_: object) -> OpenAICall:
-        return OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, NONE)
-
-    monkeypatch.setattr(server, "_prepare", prepare)
+    call = OpenAICall(REQUEST, None, None, [1], {"max_tokens": 1}, NONE)
+    monkeypatch.setattr(server, "_prepare", AsyncMock(return_value=call))
     samplers.gate.close("they are being started")
     answering = [asyncio.create_task(server.answer(NONE, REQUEST, 1, None, None)) for _ in range(2)]
     await samplers.gate.asked.wait()

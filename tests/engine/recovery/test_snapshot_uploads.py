@@ -24,6 +24,7 @@ from tests.engine.trainer.test_replay import (
     train_busily,
     with_snapshot,
 )
+from tests.support.waiting import holding
 
 DEAD = TrainerError("rank 0 died")
 
@@ -211,10 +212,7 @@ async def test_a_model_comes_back_however_much_clients_load_and_export(world: Wo
     shutil.rmtree(snapshot)
     go_on = threading.Event()
     loads = [asyncio.create_task(in_load_thread(go_on.wait)) for _ in range(LOAD_THREADS)]
-    try:
+    async with holding(go_on, loads):
         await train(after, model, 7, 1)
         assert not any(each.done() for each in loads)
-    finally:
-        go_on.set()
     assert await steps_of(after, model) == expected(1, 3)
-    await asyncio.gather(*loads)

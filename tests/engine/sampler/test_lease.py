@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -88,10 +89,7 @@ async def test_what_is_cached_under_weights_is_found_under_them_alone_if_it_is_k
 ) -> None:
     replica = Replica(*["stop"] * 5)
     samplers = samplers_of(replica, keep_cache=keep_cache)
-
-    async def swap(new: WeightVersion | None) -> None: ...
-
-    monkeypatch.setattr(samplers.swaps, "swap", swap)
+    monkeypatch.setattr(samplers.swaps, "swap", AsyncMock())
     full = WeightVersion(VersionId(1), "full", str(tmp_path))
     for source in (None, full, full, adapter(2, tmp_path), None):
         await samplers.sample(source, REQUEST)

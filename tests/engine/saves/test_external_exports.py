@@ -1,13 +1,11 @@
 """Exports: written while the model trains on, in turn with its other saves. The workers are scripted."""
 
-import asyncio
 import errno
 import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -35,7 +33,7 @@ from tests.engine.support import journal
 from tests.engine.support.world import FACTS, World
 from tests.support.reads import reading
 from tests.support.scripted_trainer import CapturedExport
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import hold, holding, until
 
 EXTERNAL = CheckpointKind.EXTERNAL_WEIGHTS
 
@@ -83,14 +81,12 @@ async def test_a_model_trains_on_while_its_export_is_written(world: World) -> No
 
 
 async def test_however_much_is_exported_a_save_is_stored(world: World) -> None:
-    go_on, exported = threading.Event(), list[Accepted]()
+    go_on = threading.Event()
     finish = external_exports.finish_export
     world.patch.setattr(external_exports, "finish_export", lambda *args: go_on.wait() and finish(*args))
-    try:
+    async with holding(go_on):
         exported = [await export(world, await world.model(), 1) for _ in range(TRANSFER_THREADS)]
         assert (await world.done(await save(world, await world.model(), 1))).status is FutureStatus.DONE
-    finally:
-        go_on.set()
     for each in exported:
         assert (await world.done(each)).status is FutureStatus.DONE
 
@@ -116,16 +112,13 @@ class HeldEnds:
 
 
 async def test_however_much_one_owner_exports_a_load_finds_a_thread(world: World) -> None:
-    held, exported = HeldEnds(world), list[Accepted]()
-    try:
+    held = HeldEnds(world)
+    async with holding(held.go_on):
         exported = [await export(world, await world.model(), 1) for _ in range(LOAD_THREADS)]
         await world.until(lambda: world.workers.names().count("persist") == LOAD_THREADS)
         await world.until(lambda: held.begun)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await in_load_thread(lambda: 7) == 7
+        assert await in_load_thread(lambda: 7) == 7
         assert held.begun == 1
-    finally:
-        held.go_on.set()
     for each in exported:
         assert (await world.done(each)).status is FutureStatus.DONE
 
@@ -139,13 +132,11 @@ async def test_ranks_that_die_come_back_though_an_export_is_not_finished(world: 
     await world.until(lambda: held.begun)
     assert world.workers.held == []
     world.workers.broken = TrainerError("rank 0 died")
-    try:
+    async with holding(held.go_on):
         for each, seq_id in ((other, 1), (model, 2)):
             step = await journal.submit_step(world.store, each, seq_id)
             assert (await world.done(step)).status is FutureStatus.DONE
         assert world.workers.restarts == 1
-    finally:
-        held.go_on.set()
     assert (await world.done(exported)).status is FutureStatus.DONE
     assert held.begun == 1 + full
     assert [world.workers.names().count(what) for what in ("export", "persist")] == [1, 1]
@@ -213,16 +204,10 @@ async def test_an_export_that_a_stop_cuts_off_while_it_is_encrypted_ends_right_a
     world: World,
 ) -> None:
     """Even if the old engine's thread goes on: each try has a directory of its own."""
-    identity, go_on, begun = pyrage.x25519.Identity.generate(), threading.Event(), list[Path]()
-    encrypt = age_encryption.encrypt
-
-    def held(file: Path, recipients: Sequence[str]) -> Path:
-        begun.append(file)
-        if len(begun) == 2:  # one file is encrypted, another is not
-            go_on.wait()
-        return encrypt(file, recipients)
-
-    world.patch.setattr(age_encryption, "encrypt", held)
+    identity, go_on = pyrage.x25519.Identity.generate(), threading.Event()
+    begun: list[Any] = hold(  # once one file is encrypted, another is not
+        world.patch, age_encryption, "encrypt", go_on, only=lambda *_: len(begun) == 2
+    )
     model = await world.model()
     body = SaveExternalBody("a", None, [str(identity.to_public())]).to_bytes()
     exported = await journal.submit(world.store, model, 1, RequestKind.SAVE_WEIGHTS_EXTERNAL, body)
@@ -230,10 +215,8 @@ async def test_an_export_that_a_stop_cuts_off_while_it_is_encrypted_ends_right_a
     (half,) = left(world)
     assert len(list(half.glob("*.age"))) == 1
     after = world.new_engine()
-    try:
+    async with holding(go_on):
         assert (await after.done(exported)).status is FutureStatus.DONE
-    finally:
-        go_on.set()
     row = await found(after, model)
     assert row is not None
     assert decrypted(Path(row.directory), identity)[ADAPTER_FILE] == b"weights"
@@ -248,11 +231,7 @@ async def test_a_save_waits_for_the_export_before_it(world: World) -> None:
     model = await world.model()
     world.workers.disk.clear()
     exported, saved = await export(world, model, 1), await save(world, model, 2)
-
-    async def names() -> list[str]:
-        return world.workers.names()
-
-    await world.until(names, lambda names: "persist" in names)
+    await world.until(world.workers.names, lambda names: "persist" in names)
     world.workers.disk.set()
     for each in (exported, saved):
         assert (await world.done(each)).status is FutureStatus.DONE

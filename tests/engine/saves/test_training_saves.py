@@ -63,10 +63,7 @@ async def _load(world: World, model: ModelId, seq_id: int, saved: ModelId) -> Ac
 
 
 async def _told(world: World, what: str, times: int = 1) -> None:
-    async def names() -> list[str]:
-        return world.workers.names()
-
-    await world.until(names, lambda names: names.count(what) >= times)
+    await world.until(world.workers.names, lambda names: names.count(what) >= times)
 
 
 async def _found(world: World, model: ModelId) -> CheckpointRow | None:

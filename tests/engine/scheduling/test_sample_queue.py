@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 
@@ -155,14 +156,9 @@ def test_a_newcomer_begins_where_a_flood_has_all_and_no_more_of_them_than_the_re
 
 @pytest.mark.parametrize("sequences", [5, 6, 24])
 def test_newcomers_for_whom_the_reserve_has_no_room_are_not_looked_at(sequences: int) -> None:
-    slots, looks = Slots(Concurrency(10, 10), lambda: 1), list[SampleTurn]()
-    queue, take_reserved = SampleQueue(slots), slots.take_reserved
-
-    def look(turn: SampleTurn) -> bool:
-        looks.append(turn)
-        return take_reserved(turn)
-
-    slots.take_reserved = look  # type: ignore[method-assign]
+    slots = Slots(Concurrency(10, 10), lambda: 1)
+    slots.take_reserved = looks = Mock(wraps=slots.take_reserved)  # type: ignore[method-assign]
+    queue = SampleQueue(slots)
     queue.add([row(number, "flood") for number in range(100)])
     assert len(queue.take(50)) == 10
     queue.add([row(1000 + number, f"new {number}", sequences=sequences) for number in range(500)])
@@ -170,10 +166,10 @@ def test_newcomers_for_whom_the_reserve_has_no_room_are_not_looked_at(sequences:
     assert len(begun) == RESERVED_SEQUENCES // sequences
     queue.add([row(2000, "narrow")])
     assert [each.id for each in queue.take(1000)] == [2000]
-    looks.clear()
+    looks.reset_mock()
     queue.release([begun[0].id])
     assert len(queue.take(1000)) == 1
-    assert len(looks) < 5
+    assert looks.call_count < 5
 
 
 def indebted() -> SampleQueue:

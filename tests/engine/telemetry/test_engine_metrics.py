@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -124,12 +125,7 @@ async def test_only_so_many_owners_get_a_label() -> None:
 
 
 async def test_an_owner_without_a_name_yet_gets_it_later() -> None:
-    names: list[str | None] = ["alice", None]
-
-    async def name(_: OwnerId | None) -> str | None:
-        return names.pop()
-
-    metrics = Metrics(name)
+    metrics = Metrics(AsyncMock(side_effect=[None, "alice"]))
     for _ in range(3):
         await metrics.owners.know([OwnerId(1)])
         metrics.sampled("tiny", 4, OwnerId(1))

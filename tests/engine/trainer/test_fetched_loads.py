@@ -29,6 +29,7 @@ from skyrl_tinker.system.off_loop import LOAD_THREADS
 from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.support.reads import reading
+from tests.support.waiting import holding
 
 DONE = FutureStatus.DONE
 
@@ -231,10 +232,8 @@ async def test_however_much_one_session_loads_another_one_loads_too(
 
     monkeypatch.setattr(snapshot_keeper, "_link_files", linked)
     loads = [await far.load(model, 1, saved) for model in models]
-    try:
+    async with holding(go_on):
         await far.world.until(lambda: len(begun) == LOAD_THREADS // 2)
         await far.done(await far.load(await far.world.model(), 1, saved))
         assert len(begun) == LOAD_THREADS // 2
-    finally:
-        go_on.set()
     await far.done(*loads)

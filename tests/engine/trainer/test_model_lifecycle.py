@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from skyrl_tinker.store.model_records import ModelRow
 from tests.engine.support import journal
 from tests.engine.support.world import World
 from tests.support.failures import failing_first
+from tests.support.waiting import hold, holding
 
 
 async def test_a_full_disk_under_the_database_delays_creations_and_releases(world: World) -> None:
@@ -39,22 +39,14 @@ async def test_a_full_disk_under_the_database_delays_creations_and_releases(worl
 
 async def test_nobody_waits_for_the_files_of_models_that_are_released(world: World) -> None:
     gone, other = await world.model(), await world.model()
-    rmtree, removing, go_on = shutil.rmtree, threading.Event(), threading.Event()
-
-    def slowly(path: Path, **options: bool) -> None:
-        removing.set()
-        go_on.wait()
-        rmtree(path, **options)
-
-    world.patch.setattr(shutil, "rmtree", slowly)
+    go_on = threading.Event()
+    removed = hold(world.patch, shutil, "rmtree", go_on)
     world.driver.requests.release(await journal.key_of(world.store, gone))
-    try:
-        await world.until(removing.is_set)
+    async with holding(go_on):
+        await world.until(lambda: removed)
         assert _is_released(await journal.model_of(world.store, gone))
         passed = await journal.submit_pass(world.store, other, 1)
         assert (await world.done(passed)).status is FutureStatus.DONE
-    finally:
-        go_on.set()
 
 
 async def test_a_model_ends_behind_what_it_ran(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

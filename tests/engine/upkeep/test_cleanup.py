@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import Connection
@@ -321,10 +322,7 @@ async def test_a_directory_is_removed_only_after_nobody_remembers_it(
     version = await new_version(store, model, tmp_path / "checkpoints" / "a", durable=True)
     await expired_checkpoint(store, model, version)
     cleanup = cleanup_of(store, parts, tmp_path)
-
-    def full(*_: object) -> None:
-        raise OperationalError("DELETE", None, OSError("disk full"))
-
+    full = Mock(side_effect=OperationalError("DELETE", None, OSError("disk full")))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_records, "mark_removed", full)
         await cleanup.sweep()

@@ -1,6 +1,7 @@
 """The kept part of an aborted sequence, and the request for the rest; without a server."""
 
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -70,16 +71,11 @@ async def test_the_kept_text_never_ends_in_the_beginning_of_a_stop_string(
 
 @pytest.mark.parametrize("end", [(4,), (8,), (0,) * 200 + (4,), (4,) + (0,) * 200, (2, 2)])
 async def test_of_a_long_sequence_the_end_alone_is_detokenized(end: tuple[int, ...]) -> None:
-    asked: list[int] = []
-
-    async def counted(tokens: tuple[int, ...]) -> str:
-        asked.append(len(tokens))
-        return await text_of(tokens)
-
-    request, tokens = ask((5, 6), stop=("<end>", "é")), (1, 3, 7) * 3000 + end
-    kept = await resumable(request, aborted(*tokens), switched=False, text_of=counted)
+    asked, request = AsyncMock(wraps=text_of), ask((5, 6), stop=("<end>", "é"))
+    tokens = (1, 3, 7) * 3000 + end
+    kept = await resumable(request, aborted(*tokens), switched=False, text_of=asked)
     assert kept.tokens == (tokens if end == (2, 2) else tokens[: 9000 + end.index(max(end))])
-    assert max(asked) < 1000
+    assert max(len(call.args[0]) for call in asked.call_args_list) < 1000
 
 
 async def test_the_prompts_own_text_does_not_count_as_a_beginning() -> None:

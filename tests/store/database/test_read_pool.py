@@ -17,7 +17,7 @@ from skyrl_tinker.store import store as stores
 from skyrl_tinker.store.store import REPORT_THREADS, THREADS, Store
 from tests.store.support.databases import on_postgresql, on_sqlite
 from tests.store.support.rows import new_session
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, holding, until
 
 BACKENDS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
 
@@ -76,27 +76,18 @@ async def test_rows_of_a_file_are_read_on_the_loop(store: Store) -> None:
 async def test_a_listing_that_takes_long_delays_no_read_of_rows(store: Store) -> None:
     let_go = threading.Event()
     listings = [asyncio.create_task(store.fetch(lambda _: let_go.wait())) for _ in range(2 * THREADS)]
-    await asyncio.sleep(0)
-    try:
+    async with holding(let_go, listings):
         assert await store.read(lambda conn: server_state.get(conn, "k")) is None
         assert not any(listing.done() for listing in listings)
-    finally:
-        let_go.set()
-    await asyncio.gather(*listings)
 
 
 async def test_reports_that_take_long_delay_no_body(store: Store) -> None:
     let_go = threading.Event()
     slow = (store.report(lambda _: let_go.wait(), OwnerId(each)) for each in range(2 * THREADS))
     reports = [asyncio.create_task(each) for each in slow]
-    await asyncio.sleep(0)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None
+    async with holding(let_go, reports):
+        assert await store.fetch(lambda conn: server_state.get(conn, "k")) is None
         assert not any(report.done() for report in reports)
-    finally:
-        let_go.set()
-    await asyncio.gather(*reports)
 
 
 async def test_slow_reports_of_one_owner_leave_a_thread_to_others(store: Store) -> None:
@@ -108,16 +99,12 @@ async def test_slow_reports_of_one_owner_leave_a_thread_to_others(store: Store) 
 
     quick = partial(server_state.get, key="k")
     reports = [asyncio.create_task(store.report(slow, OwnerId(1))) for _ in range(2 * REPORT_THREADS)]
-    try:
+    async with holding(let_go, reports):
         await until(lambda: begun)
         reports.pop(0).cancel()  # its client leaves; its thread goes on
-        async with asyncio.timeout(PATIENCE_S):
-            assert await store.report(quick, OwnerId(2)) is None
-            assert await store.report(quick, ALL_OWNERS) is None
+        assert await store.report(quick, OwnerId(2)) is None
+        assert await store.report(quick, ALL_OWNERS) is None
         assert len(begun) == 1
-    finally:
-        let_go.set()
-    await asyncio.gather(*reports)
     assert len(begun) == 2 * REPORT_THREADS
 
 

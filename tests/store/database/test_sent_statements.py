@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, text
@@ -172,18 +173,12 @@ async def test_many_ops_have_their_rows_in_the_order_in_which_they_came(
 async def test_what_many_ops_insert_is_one_statement(
     store: Store, sampler: SamplingSessionId, model: ModelRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[str] = []
-    send = postgresql.send
-
-    def noted(conn: Connection, sql: str, parameters: object = None) -> object:
-        sent.append(sql)
-        return send(conn, sql, parameters)
-
-    monkeypatch.setattr(postgresql, "send", noted)
+    monkeypatch.setattr(postgresql, "send", send := Mock(wraps=postgresql.send))
     await asyncio.gather(
         *(sample(store, sampler, number) for number in range(100)),
         *(step(store, model, number) for number in range(1, 101)),
     )
+    sent = [call.args[1] for call in send.call_args_list]
     of_futures = [sql for sql in sent if sql.startswith("INSERT INTO futures")]
     assert len(of_futures) <= 3, (
         "one of the first op, which ran while the others arrived, and two of the rest"

@@ -1,4 +1,5 @@
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -104,11 +105,7 @@ def test_without_costs_a_segment_goes_to_the_rank_in_whose_share_its_middle_lies
 
 def test_without_backward_passes_all_requests_of_a_network_share_rows_and_costs() -> None:
     batch = build_batch([make_item(1, make_data((5,), 1)), make_item(2, make_data((5,), 2), backward=False)])
-    asked: list[bool] = []
-
-    def cost_of(network: ModelKey | None, backward: bool) -> SequenceCost:
-        asked.append(backward)
-        return _cost(network, backward)
+    cost_of = Mock(wraps=_cost)
 
     def rows(**options: Any) -> list[MicroBatch]:
         (plan,) = micro_batches(batch, frozenset({0, 1}), _network, 1, 64, **options)
@@ -117,7 +114,7 @@ def test_without_backward_passes_all_requests_of_a_network_share_rows_and_costs(
     assert rows() == [MicroBatch(None, True, (0,)), MicroBatch(None, False, (1,))]
     assert rows(forward_only=True) == [MicroBatch(None, False, (0, 1))]
     assert rows(forward_only=True, cost_of=cost_of) == [MicroBatch(None, False, (0, 1))]
-    assert asked == [False]
+    assert [call.args[1] for call in cost_of.call_args_list] == [False]
 
 
 def test_requests_left_out_are_not_run() -> None:
