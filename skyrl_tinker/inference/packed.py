@@ -4,19 +4,59 @@ A request is its id, its session's key and the sampler's JSON, line by line; an 
 Its answer is the id, an HTTP status and the content: JSON from status 400 on, else packed. That is the length
 of a header (uint32), the header, its arrays. The header is the sampler's JSON; in it an object
 {"array": type, "shape": [...]} stands for the next array, row by row, little-endian.
+
+Those that are ready at the same time share a message, each behind its length (uint32).
 """
 
+import asyncio
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from skyrl_tinker.domain.units import KiB
+
 OTHERWISE = 415
 """Status of a request that arrays do not answer: it is to be made by HTTP."""
+TOGETHER_BYTES = 256 * KiB
+"""Bytes from which a message takes no more."""
 _ARRAY = "array"
+
+
+class Outgoing:
+    """Requests, or answers, that wait for their connection."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def put(self, part: bytes) -> None:
+        self._queue.put_nowait(part)
+
+    async def message(self) -> bytes:
+        """Wait for one, and return it with those that wait behind it."""
+        parts = [await self._queue.get()]
+        size = len(parts[0])
+        while size < TOGETHER_BYTES and not self._queue.empty():
+            parts.append(self._queue.get_nowait())
+            size += len(parts[-1])
+        return together(parts)
+
+
+def together(parts: Iterable[bytes]) -> bytes:
+    """Make a message of requests, or of answers."""
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(4, "little"), part))
+
+
+def parts_of(message: bytes) -> Iterator[bytes]:
+    """Yield the requests or answers of a message."""
+    begin = 0
+    while begin < len(message):
+        begin, end = begin + 4, begin + 4 + int.from_bytes(message[begin : begin + 4], "little")
+        yield message[begin:end]
+        begin = end
 
 
 def ask(request_id: str, session_key: str, content: bytes) -> bytes:

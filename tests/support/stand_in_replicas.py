@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
-from skyrl_tinker.inference.packed import asked, pack, tell
+from skyrl_tinker.inference.packed import Outgoing, asked, pack, parts_of, tell
 from skyrl_tinker.system.processes import die_with_parent, raise_open_files_limit
 from tests.support.scripted_replica import ScriptedReplica, ones
 
@@ -62,20 +62,26 @@ class StandIn:
         socket = web.WebSocketResponse(max_msg_size=0)
         await socket.prepare(request)
         running: dict[str, asyncio.Task[None]] = {}
+        outgoing = Outgoing()
 
         async def reply(request_id: str, body: bytes) -> None:
             status, content = await self._answer(request.path, body, {})
-            await socket.send_bytes(
-                tell(request_id, status, pack(content) if status < 400 else orjson.dumps(content))
-            )
+            outgoing.put(tell(request_id, status, pack(content) if status < 400 else orjson.dumps(content)))
 
+        async def write() -> None:
+            while True:
+                await socket.send_bytes(await outgoing.message())
+
+        running[""] = asyncio.create_task(write())
         async for message in socket:
-            request_id, _, body = asked(message.data)
-            if body:
-                running[request_id] = asyncio.create_task(reply(request_id, body))
-                running[request_id].add_done_callback(lambda _, ended=request_id: running.pop(ended, None))
-            elif request_id in running:
-                running[request_id].cancel()
+            for request_id, _, body in map(asked, parts_of(message.data)):
+                if body:
+                    running[request_id] = asyncio.create_task(reply(request_id, body))
+                    running[request_id].add_done_callback(
+                        lambda _, ended=request_id: running.pop(ended, None)
+                    )
+                elif request_id in running:
+                    running[request_id].cancel()
         for task in running.values():
             task.cancel()
         return socket

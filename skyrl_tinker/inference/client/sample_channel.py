@@ -7,7 +7,7 @@ from contextlib import suppress
 import aiohttp
 
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.inference.packed import OTHERWISE, ask, told
+from skyrl_tinker.inference.packed import OTHERWISE, Outgoing, ask, parts_of, told
 
 LARGEST = 8 * MiB
 """Bytes of the longest request on a channel: at 16 MiB a sampler's web server closes it."""
@@ -55,7 +55,7 @@ class _Channel:
         self.lost = False
         self._socket = socket
         self._waiting: dict[str, asyncio.Future[tuple[int, bytes]]] = {}
-        self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        self._outgoing = Outgoing()
         self._writer = asyncio.create_task(self._write())
         self._reader = asyncio.create_task(self._read())
 
@@ -64,11 +64,11 @@ class _Channel:
             raise aiohttp.ServerDisconnectedError
         answer: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[attempt] = answer
-        self._outgoing.put_nowait(message)
+        self._outgoing.put(message)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._outgoing.put_nowait(attempt.encode())  # the server aborts it
+            self._outgoing.put(attempt.encode())  # the server aborts it
             raise
         finally:
             del self._waiting[attempt]
@@ -77,17 +77,18 @@ class _Channel:
         try:
             with suppress(OSError, RuntimeError, aiohttp.ClientError):  # the connection is lost
                 while True:
-                    await self._socket.send_bytes(await self._outgoing.get())
+                    await self._socket.send_bytes(await self._outgoing.message())
         finally:
             self._lose()
 
     async def _read(self) -> None:
         try:
             while (message := await self._socket.receive()).type is aiohttp.WSMsgType.BINARY:
-                attempt, status, content = told(message.data)
-                answer = self._waiting.get(attempt)
-                if answer is not None and not answer.done():
-                    answer.set_result((status, content))
+                for part in parts_of(message.data):
+                    attempt, status, content = told(part)
+                    answer = self._waiting.get(attempt)
+                    if answer is not None and not answer.done():
+                        answer.set_result((status, content))
         finally:
             self._writer.cancel()
             self._lose()

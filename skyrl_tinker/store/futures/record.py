@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from secrets import token_hex
+from time import time_ns
 
 from sqlalchemy import Connection, bindparam, insert, select
 
@@ -53,8 +54,11 @@ _FUTURE = Prepared(
 
 
 def new_request_id() -> RequestId:
-    """Return 128 random bits: a UUID takes three times as long."""
-    return RequestId(token_hex(16))
+    """Return milliseconds of the clock and 80 random bits: new ids share pages of their index.
+
+    Of random ids each one writes a page of its own, to the log and from there to the file.
+    """
+    return RequestId(f"{time_ns() // 1_000_000:012x}{token_hex(10)}")
 
 
 def insert_future(conn: Connection, new: NewFuture, model_id: ModelId | None) -> tuple[int, Accepted]:

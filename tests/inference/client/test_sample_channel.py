@@ -13,18 +13,23 @@ from aiohttp import web
 from aiohttp.http_websocket import WS_KEY
 
 from skyrl_tinker.errors import SamplerError
+from skyrl_tinker.inference import packed
 from skyrl_tinker.inference.client import http_connection, sample_channel
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.constants import REPLICA, SESSION
-from skyrl_tinker.inference.packed import OTHERWISE, asked, pack, tell
+from skyrl_tinker.inference.packed import OTHERWISE, asked, pack, parts_of, tell, together
 from tests.support.waiting import end, until
 
 PATH = "/generate"
 Answer = Callable[[web.WebSocketResponse, str, bytes], Awaitable[None]]
 
 
+async def reply(socket: web.WebSocketResponse, request_id: str, status: int, content: bytes) -> None:
+    await socket.send_bytes(together([tell(request_id, status, content)]))
+
+
 async def echo(socket: web.WebSocketResponse, request_id: str, content: bytes) -> None:
-    await socket.send_bytes(tell(request_id, 200, pack({"asked": orjson.loads(content)})))
+    await reply(socket, request_id, 200, pack({"asked": orjson.loads(content)}))
 
 
 class Server:
@@ -34,6 +39,7 @@ class Server:
         self.answer: Answer = echo
         self.sockets: list[web.WebSocketResponse] = []
         self.messages: list[tuple[str, str, bytes]] = []
+        self.sizes: list[int] = []  # of what came at once
         self.by_http = 0
         self.refuses = False
 
@@ -45,10 +51,12 @@ class Server:
         self.sockets.append(socket)
         async for message in socket:
             assert message.type is aiohttp.WSMsgType.BINARY
-            self.messages.append(asked(message.data))
-            request_id, _, content = self.messages[-1]
-            if content:
-                await self.answer(socket, request_id, content)
+            self.sizes.append(len(message.data))
+            for part in parts_of(message.data):
+                self.messages.append(asked(part))
+                request_id, _, content = self.messages[-1]
+                if content:
+                    await self.answer(socket, request_id, content)
         return socket
 
     async def post(self, request: web.Request) -> web.Response:
@@ -105,6 +113,17 @@ async def test_samples_share_a_connection_and_each_gets_its_own_answer(
     assert (len(server.sockets), server.by_http) == (1, 0)
 
 
+async def test_samples_of_one_moment_share_messages_up_to_a_size(
+    server: Server, url: str, http: JsonHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await send(http, url, 0)  # opens the channel
+    await asyncio.gather(*(send(http, url, number) for number in range(1, 10)))
+    assert (len(server.messages), len(server.sizes)) == (10, 2)
+    monkeypatch.setattr(packed, "TOGETHER_BYTES", server.sizes[0] + 1)
+    await asyncio.gather(*(send(http, url, number) for number in range(1, 10)))
+    assert (len(server.messages), len(server.sizes)) == (19, 7)
+
+
 async def test_a_server_gets_the_session_and_is_named(server: Server, url: str, http: JsonHttp) -> None:
     answer = await http.request("POST", url, json={}, headers={SESSION: "of a session"}, channel="sample")
     assert server.messages == [("sample", "of a session", b"{}")]
@@ -158,7 +177,7 @@ async def test_a_cancelled_sample_ends_at_the_server_and_no_other_does(
 async def test_a_refusal_has_the_servers_words(server: Server, url: str, http: JsonHttp) -> None:
     async def refuse(socket: web.WebSocketResponse, request_id: str, content: bytes) -> None:
         error = orjson.dumps({"error": {"message": "no such adapter"}})
-        await socket.send_bytes(tell(request_id, 404, error))
+        await reply(socket, request_id, 404, error)
 
     server.answer = refuse
     with pytest.raises(HttpStatusError, match="no such adapter") as refused:
@@ -175,7 +194,7 @@ async def test_a_server_without_channels_gets_requests(server: Server, url: str,
 
 async def test_what_arrays_do_not_answer_is_asked_by_http(server: Server, url: str, http: JsonHttp) -> None:
     async def leave(socket: web.WebSocketResponse, request_id: str, content: bytes) -> None:
-        await socket.send_bytes(tell(request_id, OTHERWISE, b""))
+        await reply(socket, request_id, OTHERWISE, b"")
 
     server.answer = leave
     assert await send(http, url, 1) == {"posted": {"number": 1}}

@@ -7,15 +7,18 @@ from unittest.mock import Mock
 import pytest
 from sqlalchemy import Connection, text
 
+from skyrl_tinker.domain.ids import SamplingSessionId
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.store.database import sqlite_database
 from skyrl_tinker.store.database.sqlite_database import WalCheckpointer
+from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.store.store import Store, write_once
 from tests.store.support.databases import on_sqlite
 from tests.support.reads import reading
 
 pytestmark = on_sqlite
 
+PAGE_BYTES = 4096
 TABLE, ROW = "CREATE TABLE large (body BLOB)", text("INSERT INTO large VALUES (zeroblob(:size))")
 
 
@@ -46,6 +49,22 @@ async def test_a_commit_copies_nothing(store: Store, url: str, monkeypatch: pyte
         await write(store, MiB)
     assert sizes(url)[0] < before + MiB
     assert sizes(url)[1] > 8 * MiB
+
+
+async def test_new_requests_share_pages_of_a_long_journal(
+    store: Store, url: str, sampler: SamplingSessionId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids without an order would have each write a page of its own."""
+    monkeypatch.setattr(WalCheckpointer, "note", lambda checkpointer, size: None)
+
+    def submit(conn: Connection, seq_ids: range) -> None:
+        for seq_id in seq_ids:
+            submit_sample(conn, NewSample(sampler, seq_id, b"digest", b"sample", 1, 1, 1), None).value()
+
+    await store.write(lambda conn: submit(conn, range(10_000)))
+    _, before = sizes(url)
+    await store.write(lambda conn: submit(conn, range(10_000, 10_100)))
+    assert sizes(url)[1] - before < 40 * PAGE_BYTES
 
 
 async def test_large_writes_are_copied_by_and_by_and_the_log_begins_anew(

@@ -23,7 +23,7 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from skyrl_tinker.inference.constants import SESSION
-from skyrl_tinker.inference.packed import OTHERWISE, asked, pack, tell
+from skyrl_tinker.inference.packed import OTHERWISE, Outgoing, asked, pack, parts_of, tell
 
 PATH = "/inference/v1/generate"
 _UNFORESEEN = b'{"error": {"message": "Internal server error"}}'  # vLLM's words
@@ -46,7 +46,8 @@ class PackedAnswers:
         await send({"type": "websocket.accept"})
         try:
             while (message := await receive())["type"] == "websocket.receive":
-                samples.take(message.get("bytes") or b"")
+                for part in parts_of(message.get("bytes") or b""):
+                    samples.take(part)
         finally:
             samples.abort()
 
@@ -56,18 +57,16 @@ class _Samples:
 
     def __init__(self, app: Any, send: Send) -> None:
         self._app = app
-        self._send = send
         self._serving = copy(app.state.serving_tokens)
         self._serving.__class__ = _PackedTokens
         self._serving.online_renderer = _Renderer(self._serving.online_renderer)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._sending = (
-            asyncio.Lock()
-        )  # else all answers are written at once, and the server's ping behind them
+        self._outgoing = Outgoing()
+        self._writer = asyncio.create_task(self._write(send))
 
-    def take(self, message: bytes) -> None:
+    def take(self, part: bytes) -> None:
         """Begin a sample, or abort it."""
-        request_id, session_key, content = asked(message)
+        request_id, session_key, content = asked(part)
         if content:
             task = asyncio.create_task(self._answer(request_id, session_key, content))
             self._tasks[request_id] = task
@@ -76,7 +75,7 @@ class _Samples:
             self._tasks[request_id].cancel()
 
     def abort(self) -> None:
-        for task in self._tasks.values():
+        for task in (self._writer, *self._tasks.values()):
             task.cancel()
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
@@ -87,13 +86,18 @@ class _Samples:
         header = SESSION.lower().encode(), session_key.encode()
         request = Request({"type": "http", "app": self._app, "headers": [header], "state": {}})
         try:
-            message = tell(request_id, *await self._generate_or_refuse(content, request))
+            answer = tell(request_id, *await self._generate_or_refuse(content, request))
         except Exception:
             _log.exception("a sample could not be answered")
-            message = tell(request_id, 500, _UNFORESEEN)
-        async with self._sending:
+            answer = tell(request_id, 500, _UNFORESEEN)
+        self._outgoing.put(answer)
+
+    async def _write(self, send: Send) -> None:
+        """Write one message after another, so that the server's ping comes between them."""
+        while True:
+            message = await self._outgoing.message()
             with suppress(OSError, RuntimeError):  # the client has gone, or the connection is being closed
-                await self._send({"type": "websocket.send", "bytes": message})
+                await send({"type": "websocket.send", "bytes": message})
 
     async def _generate_or_refuse(self, content: bytes, request: Request) -> tuple[int, bytes]:
         """Have vLLM's own handlers say the errors of a request, as they do by HTTP."""
