@@ -33,8 +33,8 @@ from skyrl_tinker.engine.sampler.launch import ToEnd, launch_servers, make_fleet
 from skyrl_tinker.engine.sampler.samplers import Samplers
 from skyrl_tinker.engine.sampler.tmpfs_spill import TmpfsSpill
 from skyrl_tinker.errors import SamplerError, StartupError, StorageError, WeightsAwayError
+from skyrl_tinker.inference.constants import START_NICENESS
 from skyrl_tinker.inference.servers.external_servers import ExternalServers
-from skyrl_tinker.inference.servers.sampler_server import NICENESS
 from skyrl_tinker.inference.servers.server_group import ServerGroup
 from skyrl_tinker.storage.checkpoint_storage import open_storage
 from skyrl_tinker.storage.storage_port import Storage
@@ -172,7 +172,9 @@ class BaseProcesses:
         self._spec = sampler_spec(settings, env.directories, facts, number)
         trainer = samplers = None
         if facts.trainable:
-            niceness = NICENESS[settings.device] if env.settings.further_trained else 0  # another trains
+            niceness = (
+                START_NICENESS[settings.device] if env.settings.further_trained else 0
+            )  # another trains
             spec = trainer_spec(settings, env.directories, facts, niceness)
             trainer = TrainerGroup.launch(spec, env.ray.require_alive)
             trainer.follow(partial(env.metrics.activity.ranks, facts.name))

@@ -30,3 +30,11 @@ KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
 
 PROBE = "/skyrl-tinker/version-pull"
 """Path of a server that gets weights from another host; it answers 204 there (VersionPull)."""
+
+NICENESS = {"cpu": 3, "cuda": 0}
+"""Niceness of samplers by device. With few cores, samples must not delay trainer, engine and API; nicer ones
+get nearly nothing of cores that others keep busy. A GPU would wait for a nice process."""
+
+START_NICENESS = {"cpu": 10, "cuda": 0}
+"""Niceness of imports and loads of a process that starts beside those that train or sample, by device. It may
+take seconds longer, but its own tenants wait for seconds in any case."""

@@ -15,6 +15,7 @@ import psutil
 import ray
 
 from skyrl_tinker.errors import MOST_CHARACTERS
+from skyrl_tinker.inference.constants import NICENESS
 from skyrl_tinker.inference.servers.ports import reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.system.interfaces import interface_of
@@ -23,12 +24,6 @@ from skyrl_tinker.system.processes import die_with_parent
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
 SEARCHED_BYTES = 64 * TAIL_BYTES
-NICENESS = {"cpu": 10, "cuda": 0}
-"""With few cores, samples must not delay trainer, engine and API. A GPU would wait for a nice process.
-
-Nor must a rank that starts delay those of another base model, also where it comes back after a death. Its own
-tenants wait longer then, but for seconds in any case, and only where others have the cores.
-"""
 _SAID_ABOVE = re.compile("root cause|from a child process")
 """Words of an engine's first process about an error that another of its processes has logged."""
 _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)")
