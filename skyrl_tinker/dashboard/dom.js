@@ -127,6 +127,11 @@ export function short(id) {
   return end < 0 ? id.slice(0, 8) : `${id.slice(0, 8)}…${id.slice(end)}`;
 }
 
+// A request's id, which begins with its time.
+export function shortRequest(id) {
+  return `…${id.slice(-8)}`;
+}
+
 export function plural(amount, noun) {
   return `${number(amount)} ${noun}${amount === 1 ? "" : "s"}`;
 }

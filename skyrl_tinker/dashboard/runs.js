@@ -162,8 +162,10 @@ function overview() {
 
   async function draw(runs) {
     const found = [];
-    for (const run of runs) found.push(await learn(run));
-    if (left) return;
+    for (const run of runs) {
+      found.push(await learn(run));
+      if (left) return;
+    }
     const names = titled(runs);
     if (JSON.stringify(names) !== drawn) begin(names);
     drawn = JSON.stringify(names);
@@ -179,7 +181,7 @@ function overview() {
     const runs = listed.filter(({ steps, reward }) => steps > 0 || reward !== null).sort((one, other) => one.created_at.localeCompare(other.created_at));
     const next = () => draw(runs.length > MOST_COMPARED ? [] : runs);
     turn = turn.then(next, next);
-    return turn;
+    return turn.catch((error) => { if (!left) throw error; });
   }
   return { node, show, close() { left = true; for (const { chart } of charts) chart.close(); } };
 }

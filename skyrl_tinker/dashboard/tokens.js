@@ -1,6 +1,6 @@
 // Tokens: a datum or a sampled sequence as text, coloured by one of its values.
 
-import { ago, card, decimals, figures, h, NARROW, number, only, plural, short, table, tick, wide } from "./dom.js";
+import { ago, card, decimals, figures, h, NARROW, number, only, plural, short, shortRequest, table, tick, wide } from "./dom.js";
 import { get, poll } from "./server.js";
 
 const EVERY_MS = 5000;
@@ -40,8 +40,8 @@ export function showTokens(main, { path, failed, recovered }) {
     shown = text;
     list.fill(grouped(requests, "request_id").map(([each, first]) => [
       each.kind === "sample" ? prompt(each, first) ?? h("span", { class: "quiet" }, "its prompt is no longer stored") : pass(each),
-      each.readable ? h("a", { href: `#/tokens/${each.request_id}`, title: each.request_id }, short(each.request_id))
-        : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, short(each.request_id)),
+      each.readable ? h("a", { href: `#/tokens/${each.request_id}`, title: each.request_id }, shortRequest(each.request_id))
+        : h("span", { class: "quiet", title: "Only the data of a run's newest passes is stored" }, shortRequest(each.request_id)),
       each.kind, origin(each), number(each.step), ago(each.created_at)]));
   }
   return poll(EVERY_MS, refresh, failed);
@@ -113,7 +113,7 @@ async function showOne(main, request, item) {
   main.replaceChildren(
     h("h1", {}, "Tokens"),
     h("p", { class: "row" }, h("a", { href: "#/tokens" }, "All requests"), step("Previous", item - 1), step("Next", item + 1),
-      h("span", { class: "quiet", title: request }, `${answer.kind} ${short(request)}, ${item + 1} of ${answer.items}`),
+      h("span", { class: "quiet", title: request }, `${answer.kind} ${shortRequest(request)}, ${item + 1} of ${answer.items}`),
       run === null ? null : h("span", { class: "quiet" }, "weights of ", h("a", { href: `#/runs/${encodeURIComponent(run)}` }, name ?? short(run)), `, step ${number(taken)}`),
       other("Earlier request", earlier), other("Later request", later)),
     h("div", { class: "grid" },

@@ -38,3 +38,6 @@ get nearly nothing of cores that others keep busy. A GPU would wait for a nice p
 START_NICENESS = {"cpu": 10, "cuda": 0}
 """Niceness of imports and loads of a process that starts beside those that train or sample, by device. It may
 take seconds longer, but its own tenants wait for seconds in any case."""
+
+STARTING_NICER = "SKYRL_TINKER_STARTING_NICER"
+"""Environment variable with the further niceness of a server's imports."""

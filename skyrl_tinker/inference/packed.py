@@ -5,7 +5,7 @@ Its answer is the id, an HTTP status and the content: JSON from status 400 on, e
 of a header (uint32), the header, its arrays. The header is the sampler's JSON; in it an object
 {"array": type, "shape": [...]} stands for the next array, row by row, little-endian.
 
-Those that are ready at the same time share a message, each behind its length (uint32).
+Those that are ready at the same time share a message, each behind its length (uint64).
 """
 
 import asyncio
@@ -24,6 +24,7 @@ OTHERWISE = 415
 TOGETHER_BYTES = 256 * KiB
 """Bytes from which a message takes no more."""
 _ARRAY = "array"
+_LENGTH = 8
 
 
 class Outgoing:
@@ -47,16 +48,16 @@ class Outgoing:
 
 def together(parts: Iterable[bytes]) -> bytes:
     """Make a message of requests, or of answers."""
-    return b"".join(piece for part in parts for piece in (len(part).to_bytes(4, "little"), part))
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(_LENGTH, "little"), part))
 
 
 def parts_of(message: bytes) -> Iterator[bytes]:
     """Yield the requests or answers of a message."""
     begin = 0
     while begin < len(message):
-        begin, end = begin + 4, begin + 4 + int.from_bytes(message[begin : begin + 4], "little")
-        yield message[begin:end]
-        begin = end
+        start = begin + _LENGTH
+        begin = start + int.from_bytes(message[begin:start], "little")
+        yield message[start:begin]
 
 
 def ask(request_id: str, session_key: str, content: bytes) -> bytes:

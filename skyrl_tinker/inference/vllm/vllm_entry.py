@@ -7,7 +7,7 @@ Where samples are nice, they are nicer. (`vllm serve` would need the distributio
 import os
 from typing import Any
 
-from skyrl_tinker.inference.constants import START_NICENESS
+from skyrl_tinker.inference.constants import STARTING_NICER
 from skyrl_tinker.system.processes import gc_paused, run_nicely
 
 
@@ -17,8 +17,7 @@ def load() -> Any:
     return main
 
 
-_niceness = os.nice(0)
-main = run_nicely(load, START_NICENESS["cpu"] - _niceness if _niceness else 0)
+main = run_nicely(load, int(os.environ.get(STARTING_NICER, "0")))
 
 if __name__ == "__main__":
     main()
