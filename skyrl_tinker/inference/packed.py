@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from skyrl_tinker.domain.units import KiB
 
+PROTOCOL = "skyrl-tinker.samples.1"
+"""WebSocket subprotocol of this form; a change of the form takes the next number."""
 OTHERWISE = 415
 """Status of a request that arrays do not answer: it is to be made by HTTP."""
 TOGETHER_BYTES = 256 * KiB

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_tinker.inference.packed import pack, unpack
+from skyrl_tinker.inference.packed import PROTOCOL, ask, pack, tell, together, unpack
 
 TYPES = st.sampled_from(["<i4", "<f4", "<i2", "|u1", ">i4"])
 SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=3)
@@ -30,6 +30,16 @@ def test_arrays_are_packed_row_by_row(transposed: bool) -> None:
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     array = array.T if transposed else array[:, 1:]
     np.testing.assert_array_equal(unpack(pack({"array of": array}))["array of"], array)
+
+
+def test_messages_of_this_number_have_this_form() -> None:
+    """Servers by URL may be of another commit: whoever changes the bytes counts PROTOCOL up."""
+    answer = tell("a", 200, pack({"x": np.array([258], np.int32)}))
+    assert [PROTOCOL, together([ask("a", "key", b"{}"), b"b"]), together([answer])] == [
+        "skyrl-tinker.samples.1",
+        b"\x08" + bytes(7) + b"a\nkey\n{}" + b"\x01" + bytes(7) + b"b",
+        b"\x33" + bytes(7) + b'a\n200\n%\0\0\0{"x": {"array": "<i4", "shape": [1]}}\x02\x01\0\0',
+    ]
 
 
 def test_a_logprob_that_is_no_number_stays_none() -> None:

@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
-from skyrl_tinker.inference.packed import Outgoing, asked, pack, parts_of, tell
+from skyrl_tinker.inference.packed import PROTOCOL, Outgoing, asked, pack, parts_of, tell
 from skyrl_tinker.system.processes import die_with_parent, raise_open_files_limit
 from tests.support.scripted_replica import ScriptedReplica, ones
 
@@ -59,7 +59,7 @@ class StandIn:
         return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
 
     async def _channel(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse(max_msg_size=0)
+        socket = web.WebSocketResponse(protocols=(PROTOCOL,), max_msg_size=0)
         await socket.prepare(request)
         running: dict[str, asyncio.Task[None]] = {}
         outgoing = Outgoing()

@@ -7,7 +7,7 @@ from contextlib import suppress
 import aiohttp
 
 from skyrl_tinker.domain.units import MiB
-from skyrl_tinker.inference.packed import OTHERWISE, Outgoing, ask, parts_of, told
+from skyrl_tinker.inference.packed import OTHERWISE, PROTOCOL, Outgoing, ask, parts_of, told
 
 LARGEST = 8 * MiB
 """Bytes of the longest request on a channel: at 16 MiB a sampler's web server closes it."""
@@ -15,7 +15,7 @@ HEARTBEAT_S = 60.0
 """Seconds of silence until a sign of life is asked of the server, which has half of them to give one."""
 HANDSHAKE_S, CLOSE_S = 10.0, 1.0
 AGAIN_S = 30.0
-"""Seconds for which a server that refuses a channel, or says nothing, is not asked for one again."""
+"""Seconds for which a server that agrees on no channel, or says nothing, is not asked for one again."""
 
 
 class SampleChannels:
@@ -42,7 +42,7 @@ class SampleChannels:
             opened.add_done_callback(_note_error)
         try:
             channel = await asyncio.shield(opened)  # others wait for it, too
-        except (aiohttp.WSServerHandshakeError, TimeoutError):
+        except (aiohttp.WSServerHandshakeError, aiohttp.WebSocketError, TimeoutError):
             self._without[url] = time.monotonic() + AGAIN_S
             return OTHERWISE, b""
         return await channel.ask(attempt, ask(attempt, key, content))
@@ -92,9 +92,7 @@ class _Channel:
         finally:
             self._writer.cancel()
             self._lose()
-            with suppress(TimeoutError):  # a server that reads nothing more
-                async with asyncio.timeout(CLOSE_S):
-                    await self._socket.close()
+            await _close(self._socket)
 
     def _lose(self) -> None:
         self.lost = True
@@ -105,7 +103,17 @@ class _Channel:
 
 async def _open(session: aiohttp.ClientSession, url: str) -> _Channel:
     async with asyncio.timeout(HANDSHAKE_S):
-        return _Channel(await session.ws_connect(url, heartbeat=HEARTBEAT_S, max_msg_size=0))
+        socket = await session.ws_connect(url, protocols=(PROTOCOL,), heartbeat=HEARTBEAT_S, max_msg_size=0)
+    if socket.protocol != PROTOCOL:  # a server of another version
+        await _close(socket)
+        raise aiohttp.WebSocketError(aiohttp.WSCloseCode.PROTOCOL_ERROR, f"{url} does not speak {PROTOCOL}")
+    return _Channel(socket)
+
+
+async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
+    with suppress(TimeoutError):  # a server that reads nothing more
+        async with asyncio.timeout(CLOSE_S):
+            await socket.close()
 
 
 def _note_error(opened: asyncio.Task[_Channel]) -> None:

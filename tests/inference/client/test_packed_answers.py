@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from skyrl_tinker.domain.samples import SampleRequest, TargetTokens, TopkRow, Ve
 from skyrl_tinker.inference.client import http_connection
 from skyrl_tinker.inference.client.generated import SamplerResponse
 from skyrl_tinker.inference.client.http_connection import HttpStatusError
+from skyrl_tinker.inference.packed import PROTOCOL
 from skyrl_tinker.inference.vllm import vllm_requests, vllm_responses
 from tests.inference.support.samplers import (
     CONTEXT,
@@ -151,6 +153,19 @@ async def test_what_is_refused_is_refused_with_the_same_words(
     assert packed == plain
     assert packed[0] == status
     assert message in packed[1]
+
+
+@pytest.mark.parametrize("protocols", [(), ("skyrl-tinker.samples.0",)], ids=["none", "another"])
+async def test_a_client_of_another_version_gets_no_channel(
+    sampler: Sampler, protocols: tuple[str, ...]
+) -> None:
+    url = sampler.client.server_urls[0] + PATH
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(url, protocols=protocols)
+        assert refused.value.status == 403
+        async with session.ws_connect(url, protocols=(*protocols, PROTOCOL)) as socket:
+            assert socket.protocol == PROTOCOL
 
 
 @pytest.mark.parametrize(

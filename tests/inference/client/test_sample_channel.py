@@ -17,7 +17,7 @@ from skyrl_tinker.inference import packed
 from skyrl_tinker.inference.client import http_connection, sample_channel
 from skyrl_tinker.inference.client.http_connection import HttpStatusError, JsonHttp
 from skyrl_tinker.inference.constants import REPLICA, SESSION
-from skyrl_tinker.inference.packed import OTHERWISE, asked, pack, parts_of, tell, together
+from skyrl_tinker.inference.packed import OTHERWISE, PROTOCOL, asked, pack, parts_of, tell, together
 from tests.support.waiting import end, until
 
 PATH = "/generate"
@@ -42,11 +42,12 @@ class Server:
         self.sizes: list[int] = []  # of what came at once
         self.by_http = 0
         self.refuses = False
+        self.protocols: tuple[str, ...] = (PROTOCOL,)
 
     async def connect(self, request: web.Request) -> web.WebSocketResponse:
         if self.refuses:
             raise web.HTTPServiceUnavailable
-        socket = web.WebSocketResponse(max_msg_size=0)
+        socket = web.WebSocketResponse(protocols=self.protocols, max_msg_size=0)
         await socket.prepare(request)
         self.sockets.append(socket)
         async for message in socket:
@@ -192,6 +193,14 @@ async def test_a_server_without_channels_gets_requests(server: Server, url: str,
     assert server.by_http == 2
 
 
+async def test_a_server_of_another_version_gets_requests(server: Server, url: str, http: JsonHttp) -> None:
+    server.protocols = ("skyrl-tinker.samples.0",)
+    for number in range(2):
+        assert await send(http, url, number) == {"posted": {"number": number}}
+    assert (len(server.sockets), server.messages) == (1, [])
+    await until(lambda: server.sockets[0].closed)
+
+
 async def test_what_arrays_do_not_answer_is_asked_by_http(server: Server, url: str, http: JsonHttp) -> None:
     async def leave(socket: web.WebSocketResponse, request_id: str, content: bytes) -> None:
         await reply(socket, request_id, OTHERWISE, b"")
@@ -244,8 +253,9 @@ class Stopped:
             key = value if name.lower() == "sec-websocket-key" else key
         if self._handshake:
             accepted = b64encode(sha1((key + WS_KEY.decode()).encode()).digest()).decode()
-            head = "HTTP/1.1 101 x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
-            writer.write(f"{head}{accepted}\r\n\r\n".encode())
+            head = "HTTP/1.1 101 x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            agreed = f"Sec-WebSocket-Protocol: {PROTOCOL}\r\nSec-WebSocket-Accept: {accepted}\r\n\r\n"
+            writer.write((head + agreed).encode())
             self.reading = bool(await reader.read(1))
         await self.go_on.wait()
         while await reader.read(1 << 20):

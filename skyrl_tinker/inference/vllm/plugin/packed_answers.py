@@ -23,7 +23,7 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from skyrl_tinker.inference.constants import SESSION
-from skyrl_tinker.inference.packed import OTHERWISE, Outgoing, asked, pack, parts_of, tell
+from skyrl_tinker.inference.packed import OTHERWISE, PROTOCOL, Outgoing, asked, pack, parts_of, tell
 
 PATH = "/inference/v1/generate"
 _UNFORESEEN = b'{"error": {"message": "Internal server error"}}'  # vLLM's words
@@ -37,13 +37,13 @@ class PackedAnswers:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "websocket" and scope["path"] == PATH
+        ours = scope["type"] == "websocket" and scope["path"] == PATH and PROTOCOL in scope["subprotocols"]
         if not ours or any(name == b"origin" for name, _ in scope["headers"]):  # of a browser's page
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, send)  # which refuses WebSockets
             return
         samples = _Samples(scope["app"], send)
         await receive()  # the wish to connect
-        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.accept", "subprotocol": PROTOCOL})
         try:
             while (message := await receive())["type"] == "websocket.receive":
                 for part in parts_of(message.get("bytes") or b""):
