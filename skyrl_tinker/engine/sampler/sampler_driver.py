@@ -242,11 +242,12 @@ class SamplerDriver:
                 request = await off_loop(len(body), lambda: self._read(body))
                 output = await self._sample(row, source, request)
             replicas.extend(output.replicas)
-            sampled = sum(len(sequence.tokens) for sequence in output.sequences)
+            lengths = [len(sequence.tokens) for sequence in output.sequences]
+            sampled = sum(lengths[: request.sequences])  # the others are copies
             self._metrics.sampled(self.facts.name, sampled, row.owner_id)
             records = _records(row, request, output) if request.record_stability_info else ()
             usage = Usage(len(request.prompt), output.cached_tokens, sampled)
-            listed = request.listed + sampled * (1 + request.topk_sample_logprobs)
+            listed = request.listed + sum(lengths) * (1 + request.topk_sample_logprobs)
             result = await off_loop(
                 LISTED_BYTES * listed, lambda: sample_results.encode_sample_response(output)
             )

@@ -51,7 +51,7 @@ class PrefillUsage(Message):
 
 
 class SampleUsage(Message):
-    """Generated tokens."""
+    """Generated tokens: at temperature 0 those of one sequence, of which all samples are copies."""
 
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int

@@ -1,6 +1,7 @@
 """OpenAI's requests go to the server of the base model that they name, or of the weights at their path."""
 
 import asyncio
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from skyrl_tinker.domain.ids import CheckpointKind, OwnerId
-from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec
+from skyrl_tinker.domain.ids import ALL_OWNERS, CheckpointKind, OwnerId
+from skyrl_tinker.domain.values import BaseModelFacts, LoraSpec, Usage
 from skyrl_tinker.engine.openai.chat_abilities import ChatAbilities
 from skyrl_tinker.engine.openai.openai_call import OpenAICall
 from skyrl_tinker.engine.openai.openai_relay import OpenAIRelay
@@ -23,7 +24,7 @@ from skyrl_tinker.engine.scheduling.slots import Concurrency
 from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotFoundError, UserError
 from skyrl_tinker.protocol.schemas.openai import CompletionRequest, FieldError
-from skyrl_tinker.store import checkpoint_records, weight_versions
+from skyrl_tinker.store import checkpoint_records, usage_records, weight_versions
 from skyrl_tinker.store.checkpoint_records import NewCheckpoint
 from skyrl_tinker.store.store import Store
 from tests.engine.support import journal
@@ -177,3 +178,19 @@ async def test_all_sequences_of_a_request_are_behind_small_requests_of_others(st
     small = OpenAICall(REQUEST, OwnerId(2), None, [3], {"max_tokens": 3}, NONE)
     async with relay._turn(wide) as last, relay._turn(small) as first, relay._turn(small) as second:
         assert (last, first, second) == (26_000 - 26_000 // 8, 0, 6)
+
+
+async def test_copies_of_a_greedy_choice_are_not_billed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a sample; the client's own answer counts the tokens that it has."""
+    relay = relay_of(store, SimpleNamespace(priorities=Priorities()), TURNS)
+    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    answer = {"choices": [{"index": 0, "text": "a"}], "usage": usage}
+    monkeypatch.setattr(relay, "with_retry", AsyncMock(return_value=answer))
+    greedy = CompletionRequest(model="student", prompt="a", n=3, temperature=0.0)
+    response: Any = await relay.complete(OpenAICall(greedy, None, None, [5], {"max_tokens": 2}, dict))
+    await asyncio.gather(*relay._counting)
+    assert json.loads(response.body)["usage"]["completion_tokens"] == 6
+    (hour,) = await store.read(lambda conn: usage_records.hourly_between(conn, ALL_OWNERS, 0, 1 << 30))
+    assert hour.usage == Usage(5, 0, 2)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from skyrl_tinker.domain.ids import FutureStatus, SessionId
+from skyrl_tinker.domain.ids import ALL_OWNERS, FutureStatus, SessionId
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.samples import SampledSequence, SampleOutput, SampleRequest, SamplingParams
 from skyrl_tinker.domain.values import BaseModelFacts
@@ -22,7 +22,7 @@ from skyrl_tinker.engine.telemetry.engine_metrics import Metrics
 from skyrl_tinker.errors import NotSupportedError
 from skyrl_tinker.protocol.protobuf import sample_results
 from skyrl_tinker.protocol.stored_requests import sample_body
-from skyrl_tinker.store import sampling_sessions
+from skyrl_tinker.store import sampling_sessions, usage_records
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.futures import queue, sample_submission
 from skyrl_tinker.store.futures.outcomes import Outcome
@@ -44,13 +44,16 @@ async def submit_sample(
     seq_id: int,
     prompt: tuple[int, ...] = (1, 2),
     topk: int = 0,
+    num_samples: int = 1,
+    temperature: float = 1.0,
 ) -> Accepted:
     sampler = await store.write(
         lambda conn: sampling_sessions.create(
             conn, session, 0, base_model=base_model, model_path=None, version_id=None
         )
     )
-    body = sample_body(SampleRequest(prompt, 1, SamplingParams(max_tokens=1), topk_sample_logprobs=topk))
+    params = SamplingParams(max_tokens=1, temperature=temperature)
+    body = sample_body(SampleRequest(prompt, num_samples, params, topk_sample_logprobs=topk))
     return await store.write(
         lambda conn: sample_submission.submit_sample(
             conn, NewSample(sampler, seq_id, b"", body, 1, 1, 1), None
@@ -173,3 +176,20 @@ async def test_answers_that_list_many_logprobs_are_encoded_off_the_event_loop(
     assert [thread == threading.get_ident() for thread in threads] == [on_loop]
     answer = sample_results.sample_response_json(outcome.body or b"")
     assert len(answer["sequences"][0]["topk_logprobs"][49]) == topk
+
+
+@pytest.mark.parametrize(("temperature", "billed"), [(1.0, 3), (0.0, 1)])
+async def test_copies_of_a_greedy_sample_are_not_billed(
+    store: Store, bell: Doorbell, temperature: float, billed: int
+) -> None:
+    metrics, samplers = Metrics(), cast(Samplers, ScriptedSamplers())
+    driver = SamplerDriver(store, samplers, Outbox(store, bell, metrics), Concurrency(8, 8), metrics)
+    session = await journal.new_session(store)
+    accepted = await submit_sample(store, session, "tiny", 0, num_samples=3, temperature=temperature)
+    driver.submit(await store.read(lambda conn: queue.queued_after(conn, 0)))
+    running = asyncio.create_task(driver.run())
+    outcome = await until(lambda: journal.outcome(store, accepted), _is_done)
+    await end(running)
+    assert len(sample_results.sample_response_json(outcome.body or b"")["sequences"]) == 3
+    (hour,) = await store.read(lambda conn: usage_records.hourly_between(conn, ALL_OWNERS, 0, 1 << 30))
+    assert hour.usage.output_tokens == billed
