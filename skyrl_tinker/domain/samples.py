@@ -141,7 +141,7 @@ class AltTokens:
 
     k: int
     tokens: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]  # raw: before temperature, top_k and top_p
+    logprobs: tuple[tuple[float, ...], ...]  # raw, or at the temperature, as sampled_logprobs says
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # few requests need its import, which takes time at each star
     from tokenizers import Tokenizer
 
 Values = Sequence[float | None]
+COMPUTED = frozenset(("logprob", "sampled logprob", "difference"))
+"""Columns of a datum that are no inputs of its loss."""
 FILE = "tokenizer.json"
 
 
@@ -190,9 +192,12 @@ def _mean(values: Sequence[float] | Number) -> float | None:
 
 
 def _values(datum: Datum, logprobs: Sequence[float]) -> dict[str, Values]:
-    """Return the trainer's logprob of each target, the inputs of the loss, and trainer minus sampler."""
+    """Return the trainer's logprob of each target, the inputs of the loss, and trainer minus sampler.
+
+    Inputs of a custom loss may have any name.
+    """
     inputs = {
-        name: _finite(array.tolist())
+        f"{name} (input)" if name in COMPUTED else name: _finite(array.tolist())
         for name, array in datum.inputs.items()
         if array.shape == datum.target_tokens.shape
     }

@@ -192,6 +192,18 @@ async def test_inputs_of_a_custom_loss_have_any_shape(world: World) -> None:
     assert [each["tokens"] for each in items] == [3, 3, 3]
 
 
+async def test_inputs_of_a_custom_loss_stand_beside_the_columns_whose_names_they_have(world: World) -> None:
+    names = ("logprob", "sampled logprob", "difference")
+    given = {name: types.TensorData.from_numpy(np.float32([7.0, 8.0])) for name in names}
+    plain = datum_of([5, 6], [1.0, 1.0])
+    datum = replace(plain, loss_fn_inputs={**plain.loss_fn_inputs, **given})
+    custom = {"loss_fn": "custom", "loss_fn_config": {"loss_id": "mine"}}
+    request = await ran(world, await world.model(), 1, [datum], [-2.0, -3.0], **custom)
+    values = (await get(world, f"console/requests/{request}/tokens"))["values"]
+    assert [values[name] for name in names] == [[-2.0, -3.0], [-1.0, -1.0], [-1.0, -2.0]]
+    assert [values[f"{name} (input)"] for name in names] == [[7.0, 8.0]] * 3
+
+
 async def test_only_the_items_of_the_page_are_converted(world: World) -> None:
     many = range(8)
     data = [datum_of([5, 6 + number], [1.0, 1.0]) for number in many]
