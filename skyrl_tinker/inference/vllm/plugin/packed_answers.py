@@ -87,7 +87,7 @@ class _Samples:
         request = Request({"type": "http", "app": self._app, "headers": [header], "state": {}})
         try:
             answer = tell(request_id, *await self._generate_or_refuse(content, request))
-        except Exception:
+        except Exception:  # of the refusal: without an answer its client would wait for ever
             _log.exception("a sample could not be answered")
             answer = tell(request_id, 500, _UNFORESEEN)
         self._outgoing.put(answer)
@@ -105,11 +105,10 @@ class _Samples:
             return await self._generate(content, request)
         except VLLMError as error:
             refusal = await vllm_error_handler(request, error)
-        except (ValueError, TypeError, OverflowError, NotImplementedError) as error:
-            refusal = await exception_handler(request, error)
         except Exception as error:
-            _log.exception("a sample failed")
             refusal = await exception_handler(request, error)
+            if refusal.status_code >= 500:  # no fault of the request
+                _log.exception("a sample failed")
         return refusal.status_code, bytes(refusal.body)
 
     async def _generate(self, content: bytes, request: Request) -> tuple[int, bytes]:
