@@ -155,8 +155,6 @@ class BaseOverrides(Table):
     """Highest rank of its adapters; 0: it takes none [default: the server's]"""
     max_loras: int | None = Field(None, ge=1)
     """As the setting [default: the server's]"""
-    max_cpu_loras: int | None = Field(None, ge=1)
-    """As the setting [default: the server's]"""
     sample_concurrency: int | None = Field(None, ge=1)
     """As the setting [default: the server's]"""
 
