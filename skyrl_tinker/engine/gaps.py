@@ -26,7 +26,7 @@ from skyrl_tinker.store.futures.finish import fail_missing
 from skyrl_tinker.store.store import Store
 
 GAP_S = 900.0
-"""Longest time that a model waits, as for a client that is away: the SDK tries to send a request for 300 s."""
+"""Longest time that a model waits, also for a client that is away. The SDK tries to send one for 300 s."""
 QUIET_S = 2.0
 """Seconds after which a missing request that is not in transit is given up, if its client is alive."""
 NOTED_S = 1.0
