@@ -101,9 +101,7 @@ def test_the_tree_of_errors_has_all_of_them() -> None:
     root = errors.SkyrlTinkerError
     made = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, root)]
     depth = len(root.__mro__)
-    assert told == {
-        each.__name__: (len(each.__mro__) - depth, each.status, each.category) for each in made
-    }
+    assert told == {each.__name__: (len(each.__mro__) - depth, each.status, each.category) for each in made}
 
 
 def test_docstrings_open_with_a_noun_or_an_imperative() -> None:
