@@ -1,4 +1,4 @@
-"""Packages of the environment, looked for without an import of theirs."""
+"""Packages of the environment, looked for without being imported."""
 
 from importlib.util import find_spec
 
