@@ -13,7 +13,8 @@ SkyrlTinkerError              500  server
 │   └── NotSupportedError     400  user     part of the protocol that is not implemented yet
 ├── StateLostError            500  server   weights or a model's state that no record can rebuild
 ├── TrainerError              500  server   the ranks are broken: fresh ones must replay every model
-│   └── RankDiedError         500  server   a rank's process ended
+│   ├── RankDiedError         500  server   a rank's process ended
+│   └── NoPlaceError          500  server   the Ray cluster has no place for all ranks: it may have later
 ├── TrainerLostError          500  server   fresh ranks do not help, or Ray is gone: only a new engine does
 ├── ExhaustedError            500  server   the ranks lack memory for this; models are as before
 ├── SamplerError              500  server   the inference plane failed
@@ -25,10 +26,14 @@ SkyrlTinkerError              500  server
 ├── StatementError            500  server   the database fails a statement each time: it takes too long
 ├── OverloadedError           429  server   too many requests wait; says when to try again
 │   ├── NoRoomError           503  server   the disk is nearly full
-│   └── DatabaseError         503  server   the database is full, busy or away
+│   ├── DatabaseError         503  server   the database is full, busy or away
+│   └── UnavailableError      503  server   part of the server is away, and comes back
 └── StartupError              500  server   the server cannot start; the message names the setting to change
     ├── RaySlowError          500  server   Ray had too little time on a busy machine: another try may do
+    ├── WeightsAwayError      500  server   the weights are on their way: a later try has them
     └── LeaseLostError        500  server   another server has taken over the database
+
+Errors that one package alone raises and handles are in it.
 """
 
 from typing import ClassVar, Literal, TypeVar
@@ -140,7 +145,7 @@ class RankDiedError(TrainerError):
 
 
 class NoPlaceError(TrainerError):
-    """The Ray cluster has no place for all ranks now; it may have later."""
+    pass
 
 
 class TrainerLostError(SkyrlTinkerError):
@@ -176,8 +181,6 @@ class DatabaseError(OverloadedError):
 
 
 class UnavailableError(OverloadedError):
-    """Part of the server that is away now, and comes back."""
-
     status = 503
 
 
@@ -214,7 +217,7 @@ class RaySlowError(StartupError):
 
 
 class WeightsAwayError(StartupError):
-    """The weights are on their way: a later try has them."""
+    pass
 
 
 class LeaseLostError(StartupError):

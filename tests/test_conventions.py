@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import skyrl_tinker
+from skyrl_tinker import errors
 
 ROOT = Path(skyrl_tinker.__file__).parent
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent.name != "pb"]
@@ -92,6 +93,15 @@ def test_no_folder_holds_more_modules_than_a_reader_can_take_in() -> None:
 def test_every_package_says_what_lives_there_in_three_to_eight_lines(path: Path) -> None:
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert 3 <= len(text.splitlines()) <= 8
+
+
+def test_the_tree_of_errors_has_all_of_them() -> None:
+    lines = re.finditer(r"^([│├└─ ]*)(\w+Error) +(\d+) +(\w+)", errors.__doc__ or "", re.MULTILINE)
+    told = {line[2]: (len(line[1]) // 4, int(line[3]), line[4]) for line in lines}
+    root = errors.SkyrlTinkerError
+    made = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, root)]
+    depth = len(root.__mro__)
+    assert told == {each.__name__: (len(each.__mro__) - depth, each.status, each.category) for each in made}
 
 
 def test_docstrings_open_with_a_noun_or_an_imperative() -> None:

@@ -34,13 +34,12 @@ from skyrl_tinker.api.routes import pages
 from skyrl_tinker.api.security.keyring import KeyRing
 from skyrl_tinker.api.security.signing import Signer
 from skyrl_tinker.api.services import Services
-from skyrl_tinker.api.waiting.engine_client import EngineClient
+from skyrl_tinker.api.waiting.engine_client import EngineClient, EngineUnavailableError, engine_state
 from skyrl_tinker.api.waiting.engine_queues import EngineQueues
 from skyrl_tinker.api.waiting.heartbeats import Heartbeats
 from skyrl_tinker.api.waiting.kept_value import KeptValue
 from skyrl_tinker.api.waiting.key_backlogs import KeyBacklogs
 from skyrl_tinker.api.waiting.long_poll import FutureWaiter
-from skyrl_tinker.api.waiting.metrics_page import make_page
 from skyrl_tinker.api.waiting.server_snapshot import SnapshotReader
 from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
@@ -103,7 +102,7 @@ def make_services(
         BaseLimits(settings, store, bases),
         engine,
         metrics,
-        KeptValue(partial(make_page, store, engine, metrics)),
+        KeptValue(partial(_metrics_page, store, engine, metrics)),
         LoopWatch(metrics.blocked),
         Semaphore(LARGE_AT_ONCE),
         keys,
@@ -167,6 +166,16 @@ def _routes() -> Sequence[BaseRoute]:
             if own := getattr(module, name, None):
                 router.include_router(own, prefix=prefix)
     return tuple(router.routes)
+
+
+async def _metrics_page(store: Store, engine: EngineClient, metrics: ApiMetrics) -> bytes:
+    """Return the metrics of the engine, its samplers and this process; also while the engine is down."""
+    try:
+        told, up = await engine.ask("/metrics"), True
+    except EngineUnavailableError:
+        told, up = b"", False
+    state = await store.read(engine_state)
+    return metrics.text(engine_up=up, ready=state.ready) + told
 
 
 @asynccontextmanager

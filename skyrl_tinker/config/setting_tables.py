@@ -25,10 +25,6 @@ class Timeouts(Table):
     """Time without heartbeat and request after which a session's models are released"""
     request_s: float = Field(86400.0, gt=0)
     """Time after which a waiting request fails and names the reason of its wait"""
-    gap_s: float = Field(900.0, gt=0)
-    """Longest time that a model waits for a missing seq_id, as one of a client that is away; then that number
-    counts as a failed request. The SDK tries to send one for 300 s
-    """
     base_idle_s: float = Field(1800.0, gt=0)
     """Time without requests after which a base model stops that starts on demand"""
 
@@ -158,8 +154,6 @@ class BaseOverrides(Table):
     max_lora_rank: int | None = Field(None, ge=0, le=512)
     """Highest rank of its adapters; 0: it takes none [default: the server's]"""
     max_loras: int | None = Field(None, ge=1)
-    """As the setting [default: the server's]"""
-    max_cpu_loras: int | None = Field(None, ge=1)
     """As the setting [default: the server's]"""
     sample_concurrency: int | None = Field(None, ge=1)
     """As the setting [default: the server's]"""

@@ -118,7 +118,7 @@ def compose(env: Environment, runtimes: Sequence[BaseRuntime]) -> Parts:
     def is_loading(directory: str) -> bool:
         return any(creation.is_loading(directory) for _, creation in halves)
 
-    gaps = Gaps(store, bell, training, settings.timeouts.gap_s)
+    gaps = Gaps(store, bell, training)
     return Parts(
         statuses,
         bases,

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvloop
-from sqlalchemy.exc import OperationalError
 
 from skyrl_tinker import config
 from skyrl_tinker.config import Settings
@@ -25,7 +24,7 @@ from skyrl_tinker.redaction import log_to_stderr
 from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
 from skyrl_tinker.store.cluster.server_lease import own_epoch
 from skyrl_tinker.store.database.abstract_database import LeaseFence
-from skyrl_tinker.store.store import RETRY_S, Store
+from skyrl_tinker.store.store import Store
 from skyrl_tinker.system import processes
 from skyrl_tinker.system.process_lock import process_lock
 
@@ -104,12 +103,15 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
     with processes.gc_paused():
         from skyrl_tinker.engine.compose import Environment, make_metrics
         from skyrl_tinker.engine.engine import Engine
+        from skyrl_tinker.engine.outbox import persistently
         from skyrl_tinker.engine.status import EngineStatus
 
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    store = Store.open(settings.store_url, settings.root, await _fence(settings))
+    epoch = await persistently(asyncio.to_thread, own_epoch, settings.store_url, settings.root)
+    fence = None if epoch is None else LeaseFence(epoch, _end_at_once)
+    store = Store.open(settings.store_url, settings.root, fence)
     bell = bind_doorbell(settings.store_url, directories.home, "engine")
     try:
         await store.wait_until_there()
@@ -121,23 +123,11 @@ async def _main(settings: Settings, directories: Directories, ray: "RayCluster")
         bell.close()  # after the last commits, which ring it
 
 
-async def _fence(settings: Settings) -> LeaseFence | None:
-    """Wait for the database. Return the fence that ends this process if it loses the server's lease.
-
-    It then ends as if killed: it must not react to the loss, as by removing files, any more. If the lease is
-    still this server's, the next engine goes on from the state in the database.
-    """
-    while True:
-        try:
-            epoch = own_epoch(settings.store_url, settings.root)
-            break
-        except OperationalError as error:
-            _log.warning("the database does not answer, trying again: %s", error)
-            await asyncio.sleep(RETRY_S)
-    return None if epoch is None else LeaseFence(epoch, _end_at_once)
-
-
 def _end_at_once(why: str) -> None:
+    """End as if killed, once the server's lease is lost, without a reaction such as the removal of files.
+
+    If the lease is still this server's, the next engine goes on from the state in the database.
+    """
     _log.error("ended: %s", why)
     os._exit(1)
 

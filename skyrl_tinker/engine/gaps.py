@@ -25,6 +25,8 @@ from skyrl_tinker.store.futures import expected_requests
 from skyrl_tinker.store.futures.finish import fail_missing
 from skyrl_tinker.store.store import Store
 
+GAP_S = 900.0
+"""Longest time that a model waits, also for a client that is away. The SDK tries to send one for 300 s."""
 QUIET_S = 2.0
 """Seconds after which a missing request that is not in transit is given up, if its client is alive."""
 NOTED_S = 1.0
@@ -35,12 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 class Gaps:
-    def __init__(self, store: Store, bell: Doorbell, trainer: TrainDispatch, gap_s: float) -> None:
-        """`gap_s`: longest time that a model waits, even if its client is away."""
+    def __init__(self, store: Store, bell: Doorbell, trainer: TrainDispatch) -> None:
         self._store = store
         self._bell = bell
         self._trainer = trainer
-        self._gap_s = gap_s
         self._seen: dict[ModelKey, tuple[Gap, float]] = {}  # when it was first seen
         self._written: dict[ModelKey, float] = {}  # when the database took a write, late in the wait
         self._suspends = Suspends(store.now)
@@ -54,8 +54,7 @@ class Gaps:
             model: seen[model] if model in seen and seen[model][0] == gap else (gap, now)
             for model, gap in open_gaps.items()
         }
-        quiet_s = min(QUIET_S, self._gap_s)
-        due = {model: gap for model, (gap, since) in self._seen.items() if now - since >= quiet_s}
+        due = {model: gap for model, (gap, since) in self._seen.items() if now - since >= QUIET_S}
         self._written = {model: at for model, at in self._written.items() if model in due}
         try:
             if due.keys() - self._written:
@@ -85,7 +84,7 @@ class Gaps:
     def _is_over(self, conn: Connection, model: ModelKey, gap: Gap, now: float) -> bool:
         of_model, of_owner = expected_requests.expected(conn, model, gap.owner_id, now)
         _, since = self._seen[model]
-        if now - since >= self._gap_s:  # without keys all clients are one owner, who always sends something
+        if now - since >= GAP_S:  # without keys all clients are one owner, who always sends something
             return not of_model
         return not (of_model or of_owner) and session_records.beats(conn, gap.session_id, now)
 

@@ -87,7 +87,7 @@ class Outbox:
                 self._sending = asyncio.create_task(self._send_waiting())
             try:
                 await asyncio.shield(self._sending)
-            except Exception:  # a commit was refused, perhaps for another call; finished futures stay so
+            except Exception:  # perhaps another call's fault: tried alone, each raises its own
                 await persistently(self._send, finished, ())
 
     async def _send_waiting(self) -> None:

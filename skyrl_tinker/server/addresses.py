@@ -1,5 +1,6 @@
 """Addresses of a server: for clients, and from its own machine."""
 
+import ipaddress
 import socket
 from urllib.parse import urlsplit
 
@@ -24,6 +25,14 @@ def is_http(url: str) -> bool:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an IP address of a server is reached from its own machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
         return False
 
 

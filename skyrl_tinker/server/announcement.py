@@ -8,7 +8,7 @@ from skyrl_tinker.config import Settings
 from skyrl_tinker.directories import Directories
 from skyrl_tinker.domain.bases import Bases
 from skyrl_tinker.domain.values import BaseModelFacts
-from skyrl_tinker.server.addresses import client_url
+from skyrl_tinker.server.addresses import client_url, is_loopback
 from skyrl_tinker.server.base_models import catalog
 
 READY = "skyrl-tinker ready: "
@@ -99,7 +99,7 @@ def _devices(settings: Settings) -> str:
 def _keys(settings: Settings, keys: bool) -> str:
     if keys:
         return "required (skyrl-tinker keys)"
-    reach = "is on this machine" if settings.host in ("127.0.0.1", "::1", "localhost") else "reaches it"
+    reach = "is on this machine" if is_loopback(settings.host) else "reaches it"
     database = "" if settings.database_url is None else f" --database-url {make_url(settings.database_url)}"
     create = f"skyrl-tinker keys create --name NAME --home {settings.root}{database}"
     return f"none, so whoever {reach} may use it and sees all; the first one: {create}"

@@ -3,7 +3,6 @@
 `python -m skyrl_tinker.server.costs_process`: for each line of stdin, a JSON object, one to stdout.
 """
 
-import gc
 import json
 import os
 import sys
@@ -11,16 +10,15 @@ from dataclasses import asdict
 
 from skyrl_tinker.domain.values import LoraSpec
 from skyrl_tinker.errors import StartupError
+from skyrl_tinker.system.processes import gc_paused
 
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tensors without content lie on no GPU
     answers, sys.stdout = sys.stdout, sys.stderr  # where libraries may print
-    gc.disable()  # imports make no garbage, and the search for it takes a third of their time
-    from skyrl_tinker.training.memory.row_costs import measure_costs
-    from skyrl_tinker.training.memory.row_profile import Training, fake_ranks
-
-    gc.enable()
+    with gc_paused():
+        from skyrl_tinker.training.memory.row_costs import measure_costs
+        from skyrl_tinker.training.memory.row_profile import Training, fake_ranks
     for request in map(json.loads, sys.stdin):
         training = Training(request["config"], "cuda", "bfloat16", LoraSpec(request["rank"], 0))
         try:

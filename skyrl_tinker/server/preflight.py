@@ -1,14 +1,12 @@
 """Checks of `serve` before a process starts. Each raises a StartupError that names a setting to change."""
 
 import errno
-import ipaddress
 import os
 import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -19,7 +17,7 @@ from skyrl_tinker.directories import Directories, free_bytes
 from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.errors import NotSupportedError, StartupError, StorageError
 from skyrl_tinker.inference.sampling_engine import check_engine, engine_of
-from skyrl_tinker.server.addresses import is_http
+from skyrl_tinker.server.addresses import is_http, is_loopback
 from skyrl_tinker.server.base_models import catalog
 from skyrl_tinker.storage import owner_mark
 from skyrl_tinker.storage.checkpoint_storage import CheckpointStorage, open_storage
@@ -30,6 +28,7 @@ from skyrl_tinker.store.database.migrate import is_migrated
 from skyrl_tinker.store.database.opening import file_of
 from skyrl_tinker.store.replay import snapshot_records
 from skyrl_tinker.store.store import write_once
+from skyrl_tinker.system.packages import is_installed
 from skyrl_tinker.weight_sync.factory import choose
 
 START_BYTES = 16 * MiB
@@ -211,7 +210,7 @@ def check_room(home: Path) -> None:
 
 def check_host(settings: Settings) -> None:
     """Refuse to open the server to a network by mistake. A database without tables has no keys."""
-    if settings.insecure or _is_loopback(settings.host):
+    if settings.insecure or is_loopback(settings.host):
         return
     if not (is_migrated(settings.store_url) and write_once(settings.store_url, api_keys.count_keys)):
         raise StartupError(
@@ -238,7 +237,7 @@ def _check_otlp(settings: Settings) -> None:
         return
     if not is_http(endpoint):
         raise StartupError(f"otlp_endpoint: found {endpoint!r}, expected http://host:port")
-    if not all(map(_is_installed, ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))):
+    if not all(map(is_installed, ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"))):
         raise StartupError(f"otlp_endpoint: the OpenTelemetry packages are not installed; {install('otlp')}")
 
 
@@ -260,13 +259,6 @@ def _check_ray(address: str) -> None:
             f"--ray-address {address}: no Ray cluster answers this host ({error}); start one on it with `ray "
             "start` (docs/cluster.md)"
         ) from error
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that it lies in
-        return False
 
 
 def check_tls(settings: Settings) -> None:
@@ -363,15 +355,6 @@ def _check_urls(settings: Settings) -> None:
 
 def _url_setting(settings: Settings) -> str:
     return next(name for name in _URL_SETTINGS if getattr(settings, name))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def listen(host: str, port: int) -> socket.socket:

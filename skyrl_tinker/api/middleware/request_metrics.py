@@ -44,7 +44,7 @@ class RequestMetricsMiddleware:
 
         try:
             await self._app(scope, receive, note)
-        except Exception:  # an unforeseen one of a route: Starlette's outermost layer answers it, with 500
+        except Exception:  # raised again: Starlette's outermost layer answers it, with 500
             status = status or 500
             raise
         finally:

@@ -8,6 +8,7 @@ from sqlalchemy import Connection
 
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.domain.ids import Reach, RequestKind
+from skyrl_tinker.domain.units import GB
 from skyrl_tinker.protocol.schemas.base import utc
 from skyrl_tinker.protocol.schemas.usage import (
     CheckpointUsage,
@@ -25,8 +26,6 @@ from skyrl_tinker.store.database.rows import AnyRow
 from skyrl_tinker.store.reports import session_listing, storage
 from skyrl_tinker.store.reports.storage import StoredPeriod
 from skyrl_tinker.store.usage_records import HOUR_S, Hourly
-
-GIGABYTE = 1e9
 
 
 def bill(conn: Connection, reach: Reach, first: int, end: int, now: float) -> UsageResponse:
@@ -92,7 +91,7 @@ def _storage(
             seconds = min(ended, (hour + 1) * HOUR_S) - max(period.created_at, hour * HOUR_S)
             totals[hour, owner, period.base_model, period.project_id] += round(period.size_bytes * seconds)
     for (hour, owner, base_model, project), byte_seconds in (+totals).items():
-        info = StorageUsage(gigabyte_hours=byte_seconds / HOUR_S / GIGABYTE)
+        info = StorageUsage(gigabyte_hours=byte_seconds / HOUR_S / GB)
         yield _event(hour, owner, base_model, None, project, info)
 
 

@@ -8,9 +8,10 @@ from sqlalchemy import Connection
 from starlette.responses import Response
 
 from skyrl_tinker.api.requests.responses import json_by_parts, json_from_rows
-from skyrl_tinker.api.resources.usage_bill import GIGABYTE, bill, session_entries
+from skyrl_tinker.api.resources.usage_bill import bill, session_entries
 from skyrl_tinker.api.security.tokens import user_urn
 from skyrl_tinker.api.services import Deps, Reached
+from skyrl_tinker.domain.units import GB
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.usage import (
     StorageItem,
@@ -77,5 +78,5 @@ def _item(total: AnyRow) -> StorageItem:
         user_name=total.owner,
         checkpoint_count=total.checkpoint_count,
         size_bytes=total.size_bytes,
-        size_gigabytes=total.size_bytes / GIGABYTE,
+        size_gigabytes=total.size_bytes / GB,
     )

@@ -91,7 +91,7 @@ class DriftMonitor:
         except SkyrlTinkerError as error:  # dropped meanwhile, samplers down, or NaN logprobs
             _log.info("the logprobs of %s were not compared: %s", version.name, error)
             return
-        except Exception:  # e.g. an unforeseen answer of an external sampler: the engine goes on
+        except Exception:  # an external sampler may answer anything, and a diagnostic must not end the engine
             _log.exception("the logprobs of %s were not compared", version.name)
             return
         if inflight and served != version.name:  # the target has moved on, and is compared again

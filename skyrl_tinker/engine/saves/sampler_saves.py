@@ -187,7 +187,7 @@ class Publisher(SaveFlow[SamplerSave]):
                 for request in requests:
                     try:
                         await names.enter_async_context(self._reserving(request.path))
-                    except Exception as error:  # also of a driver: it is the result of this request alone
+                    except Exception as error:  # also the database's: the result of this request alone
                         failures[request.row.id] = failure_of(error)
                 fine = [request for request in requests if request.row.id not in failures]
                 numbers = await persistently(self._store.write, partial(_insert_versions, saves=fine))

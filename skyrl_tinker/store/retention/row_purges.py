@@ -1,5 +1,6 @@
 """Purges of old rows. Times are UTC seconds since the epoch; True: there may be more."""
 
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -11,6 +12,7 @@ from skyrl_tinker.store.console.traced_requests import MOST
 from skyrl_tinker.store.database.tables import (
     AdapterVersion,
     AuditEvent,
+    Base,
     Future,
     KeyEvent,
     Request,
@@ -70,11 +72,7 @@ _UNNEEDED = ~or_(
     exists().where(_MADE_ON, Future.sampling_session_id == SamplingSession.sampling_session_id),
 )
 _VERSIONS = select(AdapterVersion.id).where(AdapterVersion.dropped_at < _BEFORE, _UNNEEDED).limit(_SLICE)
-_STABILITY = some(StabilityRecord, StabilityRecord.sequence_id, StabilityRecord.last_used_at < _BEFORE)
-_EVENTS = [some(table, table.id, table.at < _BEFORE) for table in (AuditEvent, KeyEvent)]
 _USAGE = some(UsageRecord, UsageRecord.id, UsageRecord.hour < _BEFORE)
-_POINTS = [some(table, table.id, table.at < _BEFORE) for table in (StepPoint, RunReport)]
-_REMOVED = some(SavedCheckpoint, SavedCheckpoint.id, SavedCheckpoint.removed_at < _BEFORE)
 
 
 def purge_results(conn: Connection, finished_before: float) -> bool:
@@ -162,27 +160,17 @@ def purge_versions(conn: Connection, dropped_before: float) -> bool:
     return len(gone) == slices.SLICE
 
 
-def purge_stability(conn: Connection, used_before: float) -> bool:
-    """Delete records of samples that were last used before then."""
-    return delete_some(conn, _STABILITY, before=used_before)
-
-
-def purge_audit(conn: Connection, before: float) -> bool:
-    """Delete events of sessions, checkpoints and keys."""
-    more = [delete_some(conn, each, before=before) for each in _EVENTS]
-    return any(more)
-
-
 def purge_usage(conn: Connection, before: float) -> bool:
     return delete_some(conn, _USAGE, before=int(before // usage_records.HOUR_S))
 
 
-def purge_points(conn: Connection, before: float) -> bool:
-    """Delete points of training curves, and numbers that scripts reported."""
-    more = [delete_some(conn, each, before=before) for each in _POINTS]
-    return any(more)
+def _purge(*tables: type[Base], by: str, key: str = "id") -> Callable[[Connection, float], bool]:
+    """Return a purge of rows whose time in the column `by` is before the one given."""
+    each = [some(table, getattr(table, key), getattr(table, by) < _BEFORE) for table in tables]
+    return lambda conn, before: any(delete_some(conn, one, before=before) for one in each)
 
 
-def purge_removed_checkpoints(conn: Connection, removed_before: float) -> bool:
-    """Delete rows of checkpoints whose files are gone: until then, they are billed for past storage."""
-    return delete_some(conn, _REMOVED, before=removed_before)
+purge_stability = _purge(StabilityRecord, by="last_used_at", key="sequence_id")
+purge_audit = _purge(AuditEvent, KeyEvent, by="at")
+purge_points = _purge(StepPoint, RunReport, by="at")
+purge_removed_checkpoints = _purge(SavedCheckpoint, by="removed_at")  # which are billed until then

@@ -6,11 +6,11 @@ from contextlib import suppress
 
 import torch
 
+from skyrl_tinker.domain.units import MiB
 from skyrl_tinker.system.host_memory import host_memory
 from skyrl_tinker.training.distributed import Ranks
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-_MIB = 1 << 20
 
 
 def keep_freed() -> None:
@@ -18,7 +18,7 @@ def keep_freed() -> None:
     with suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         for option, size in ((_TRIM_THRESHOLD, 256), (_TOP_PAD, 64), (_MMAP_THRESHOLD, 32)):
-            mallopt(option, size * _MIB)
+            mallopt(option, size * MiB)
 
 
 def give_back() -> None:

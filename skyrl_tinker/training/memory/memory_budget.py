@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from skyrl_tinker.domain.units import GB
 from skyrl_tinker.domain.values import OptimizerFamily
 from skyrl_tinker.errors import UserError
 from skyrl_tinker.training.distributed import Ranks
@@ -13,7 +14,6 @@ from skyrl_tinker.training.models.full_parameter import FullModel
 from skyrl_tinker.training.models.trainable_model import MOMENTS, TrainableModel
 
 _FLOAT32 = 4  # bytes
-_GB = 1e9
 
 
 def bytes_held(tensors: Iterable[torch.Tensor]) -> int:
@@ -44,8 +44,8 @@ def require_memory(
     if any(ranks.any_([needed > free - reserved])):
         raise UserError(
             f"full-parameter training (rank 0) of {parameters:,} parameters with {optimizer} needs "
-            f"{needed / _GB:.3g} GB per trainer rank; {free / _GB:.3g} GB are free, of which "
-            f"{reserved / _GB:.3g} GB are reserved for full-parameter models: use LoRA, wait until "
+            f"{needed / GB:.3g} GB per trainer rank; {free / GB:.3g} GB are free, of which "
+            f"{reserved / GB:.3g} GB are reserved for full-parameter models: use LoRA, wait until "
             "one of them is released, or give the server more ranks or memory"
         )
 

@@ -96,7 +96,7 @@ class Waiting:
             metrics,
             self.training,
             self.samples,
-            Gaps(store, self.bell, self.training, self.settings.timeouts.gap_s),
+            Gaps(store, self.bell, self.training),
             self.settings.timeouts.request_s,
         )
         none: Any = None

@@ -15,7 +15,7 @@ from skyrl_tinker.domain.ids import ModelKey, ModelState, RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.engine import gaps
 from skyrl_tinker.engine.colocation.placement import Placement
-from skyrl_tinker.engine.gaps import NOTED_S, QUIET_S
+from skyrl_tinker.engine.gaps import GAP_S, NOTED_S, QUIET_S
 from skyrl_tinker.store import model_records, server_state
 from skyrl_tinker.store.database.tables import Future, Session
 from skyrl_tinker.store.futures import expected_requests
@@ -142,12 +142,12 @@ async def test_a_gap_has_its_time_again_after_the_machine_was_suspended(
 ) -> None:
     await parked(made, await ready_model(made.api), 2)
     now, wall = time.time(), time.time
-    await closes(made, now, made.settings.timeouts.gap_s - NOTED_S - 1)
-    asleep_s = 2 * made.settings.timeouts.gap_s
+    await closes(made, now, GAP_S - NOTED_S - 1)
+    asleep_s = 2 * GAP_S
     monkeypatch.setattr(time, "time", lambda: wall() + asleep_s)
     await made.deadlines.enforce(now + asleep_s)
     assert await stands(made, 1)
-    await closes(made, now + asleep_s, made.settings.timeouts.gap_s)
+    await closes(made, now + asleep_s, GAP_S)
     await until(lambda: not made.driver.requests.lanes.gaps())
 
 

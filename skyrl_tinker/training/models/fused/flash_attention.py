@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch.nn import attention
 
+from skyrl_tinker.system.packages import is_installed
 from skyrl_tinker.training.batching.packed_row import Segments
 from skyrl_tinker.training.models.fused.kernel_trial import fault_of
 
@@ -44,16 +44,9 @@ def activate(kernel: _Kernel, device: str, shape: HeadShape) -> str | None:
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()  # torch 2.11 has fewer
     for package in _PACKAGES:
         fits = package.name in known and major in package.capabilities
-        if fits and _is_installed(package.module) and _agrees(package, kernel, device, shape):
+        if fits and is_installed(package.module) and _agrees(package, kernel, device, shape):
             return package.name
     return None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent is absent
-        return False
 
 
 def _agrees(package: _Package, kernel: _Kernel, device: str, shape: HeadShape) -> bool:

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
+from skyrl_tinker.system.packages import is_installed
 from skyrl_tinker.training.models.fused.activations import activated, activated_backward
 from skyrl_tinker.training.models.fused.flash_attention import HeadShape
 from skyrl_tinker.training.models.fused.kernel_trial import fault_of
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def installed() -> bool:
-    return find_spec("liger_kernel") is not None and find_spec("triton") is not None
+    return is_installed("liger_kernel") and is_installed("triton")
 
 
 def name() -> str:
