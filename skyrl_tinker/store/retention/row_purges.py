@@ -167,7 +167,12 @@ def purge_usage(conn: Connection, before: float) -> bool:
 def _purge(*tables: type[Base], by: str, key: str = "id") -> Callable[[Connection, float], bool]:
     """Return a purge of rows whose time in the column `by` is before the one given."""
     each = [some(table, getattr(table, key), getattr(table, by) < _BEFORE) for table in tables]
-    return lambda conn, before: any(delete_some(conn, one, before=before) for one in each)
+
+    def purge(conn: Connection, before: float) -> bool:
+        more = [delete_some(conn, one, before=before) for one in each]
+        return any(more)
+
+    return purge
 
 
 purge_stability = _purge(StabilityRecord, by="last_used_at", key="sequence_id")
