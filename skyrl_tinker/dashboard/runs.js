@@ -123,7 +123,7 @@ function showList(main, failed, recovered) {
   return () => { stop(); curves.close(); };
 }
 
-// The curves of listed runs while these are few. Each is asked for more once its row has changed.
+// The curves of listed runs while these are few. Each is asked for more once its row tells of more.
 function overview() {
   const known = new Map();
   const node = h("div", { class: "grid curves" });
@@ -135,19 +135,15 @@ function overview() {
   function keptOf({ run_id, steps, steps_before }) {
     if (!known.has(run_id)) {
       const part = { run: run_id, next: Math.max(0, steps - MOST_POINTS), columns: {}, before: steps_before, until: Infinity };
-      known.set(run_id, { row: "", part, reports: { run: run_id, next: 0 }, reward: new Map(), values: new Map() });
+      known.set(run_id, { part, reports: { run: run_id, next: 0 }, reward: new Map(), values: new Map() });
     }
     return known.get(run_id);
   }
 
   async function learn(run) {
     const kept = keptOf(run);
-    const row = [run.steps, run.reward, run.last_request_at].join();
-    if (kept.row !== row) {
-      await more(kept.part);
-      await moreReports(kept.reports, kept, "&limit=5000&reward_only=true");
-      kept.row = row;
-    }
+    if (kept.part.next < run.steps) await more(kept.part);
+    if (kept.reports.next < run.reward_report) await moreReports(kept.reports, kept, "&limit=5000&reward_only=true");
     return kept;
   }
 

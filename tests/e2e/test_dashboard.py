@@ -345,6 +345,28 @@ PLOTS = """(() => {
     Object.assign(window.uPlot, Plot);
 })()"""
 """Script that keeps the charts that are made from then on."""
+
+
+def test_a_reward_that_repeats_the_last_one_reaches_the_curve_of_the_list(server: Serve, page: Page) -> None:
+    page.open(f"{server.url}/#/tokens")
+    page.wait("document.querySelector('h1')?.innerText === 'Tokens'")
+    page.run(PLOTS)
+    page.run("location.hash = '#/runs'")
+    page.wait("document.querySelector('input[type=search]') !== null")
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.type("repeated:")
+    drawn = "plots.find(({series}) => series[1].label === 'repeated: a')?.data.map(String).join(' ')"
+    with tinker.ServiceClient(
+        base_url=server.url, api_key="tml-local", display_name="repeated: a"
+    ) as service:
+        run = service.create_lora_training_client(base_model="tiny", rank=8).result().model_id
+        for step, curve in ((1, "1 0.625"), (2, "1,2 0.625,0.625")):
+            report = {"step": step, "values": {"reward": 0.625}}
+            Client(server.url, service).post(f"console/runs/{run}/metrics", report).raise_for_status()
+            page.wait(f"{drawn} === '{curve}'")
+    assert page.errors == []
+
+
 LACKING = "[...document.querySelectorAll('.curves p.small:not(.quiet)')]"
 LACKING += ".filter((each) => each.offsetParent).map((each) => each.innerText)"
 
