@@ -64,7 +64,8 @@ function showList(main, failed, recovered) {
     Object.assign(order, { place, down });
     refresh().catch(failed);
   };
-  const runs = table("Training runs", COLUMNS, noRuns(), {
+  const none = h("span");
+  const runs = table("Training runs", COLUMNS, none, {
     most: NARROW.matches ? 20 : Infinity, sort: (place) => sortBy(place, order.place === place ? !order.down : place >= GREATEST_FIRST) });
   const curves = overview();
   const sort = h("select", { onchange: () => sortBy(Number(sort.value), sort.value >= GREATEST_FIRST) }, // where the heads are not shown
@@ -88,6 +89,7 @@ function showList(main, failed, recovered) {
 
   function fill() {
     const found = answer.runs.filter((run) => others.checked || !ofCommand(run));
+    none.replaceChildren(...noRuns(search.value.trim(), answer.runs.length));
     runs.mark(order.place, order.down);
     sort.value = order.place;
     const of = answer.total > answer.runs.length ? `the first ${answer.runs.length} of ${answer.total} found` : plural(answer.total, "run");
@@ -182,9 +184,11 @@ function overview() {
   return { node, show, close() { left = true; for (const { chart } of charts) chart.close(); } };
 }
 
-function noRuns() {
-  return h("span", {}, "None. A script appears here with its first request: ",
-    h("code", {}, `TINKER_BASE_URL=${location.origin} TINKER_API_KEY=… python examples/rl_loop.py`));
+function noRuns(words, ofCommands) {
+  if (ofCommands) return ["None but those of the tinker command."];
+  if (words) return ["None found. Each word is to be a part of a name, project, base model, owner, state, id or metadata, as in lr=1e-4."];
+  return ["None. A script appears here with its first request: ",
+    h("code", {}, `TINKER_BASE_URL=${location.origin} TINKER_API_KEY=… python examples/rl_loop.py`)];
 }
 
 function ofCommand(run) {

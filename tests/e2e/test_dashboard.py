@@ -131,6 +131,7 @@ def test_runs_have_their_projects_and_few_are_drawn_below_the_list(server: Serve
     assert page.run(f"{PROJECTS}.map((each) => each.innerText)") == ["\u2013", "maths"]
     page.type(" b no-such-word")
     page.wait(f"{ROWS}.length === 0 && {DRAWN}.length === 0")
+    page.wait("document.querySelector('p.quiet > span').innerText.startsWith('None found')")
     assert page.errors == []
 
 
