@@ -12,9 +12,10 @@ const MOST_POINTS = 1000; // of a run in the list
 const SILENT_S = 60;
 const LEADING_HEIGHT = 300;
 const ROUNDING = 1e-3; // smaller differences would fill a chart of their own and look like drift
+const OF_SUMS = 1e-5; // likewise, where advantages that add up to 0 leave nothing but rounding
 const REWARD_ABOUT = "as its script reports it";
 const CURVES = [
-  ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions", { height: LEADING_HEIGHT, none: "no position had a weight" }],
+  ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions", { height: LEADING_HEIGHT, span: OF_SUMS, none: "no position had a weight" }],
   ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync",
     { least: [0, ROUNDING], none: "it is measured after a save of weights for sampling" }],
   ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled",
@@ -24,7 +25,7 @@ const CURVES = [
   ["learning_rate", "Learning rate", "as given to optim_step", { zero: true }],
   ["tokens", "Tokens of a step", "of all data since the step before", { zero: true }],
   ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0",
-    { none: "the data has no advantages" }],
+    { span: OF_SUMS, none: "the data has no advantages" }],
 ];
 const HYPERPARAMETERS = [
   ["base model", (run) => run.base_model],
@@ -152,7 +153,7 @@ function overview() {
   function begin(names) {
     for (const { chart } of charts) chart.close();
     charts = (names.length ? [["Reward", REWARD_ABOUT], CURVES[0].slice(1)] : []).map(([label, about]) => {
-      const chart = stepChart(label, names, { height: LEADING_HEIGHT });
+      const chart = stepChart(label, names, { height: LEADING_HEIGHT, span: OF_SUMS });
       return { chart, node: card(label, h("p", { class: "quiet small" }, about), chart.node) };
     });
     node.replaceChildren(...charts.map((each) => each.node));

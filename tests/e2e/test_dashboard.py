@@ -380,7 +380,7 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     page.wait("document.querySelector('.badge') !== null")
     page.run(PLOTS)
     page.run(CHANGED.replace('endsWith("console/now")', 'includes("/points")'))
-    page.run("change = ({columns}) => { columns.sampler_gap = columns.step.map(() => 1e-6); }")
+    page.run("change = ({columns: all}) => { all.loss = all.sampler_gap = all.step.map((at) => 1e-7 * at); }")
     page.run(f"location.hash = '#/runs/{training.model_id}'")
     page.wait(f"{LACKING}.length === 8 && {LACKING}.every((each) => each === 'No step yet.')")
     for _ in range(4):
@@ -394,7 +394,8 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     assert [
         page.run(shown.format(name)) for name in ("Policy shift", "Reward", "Reported by the script")
     ] == [True, False, False], "nothing was reported"
-    assert page.run("[plots[1].data[1][3], plots[1].scales.y.max]") == [1e-6, 1e-3], "rounding is no gap"
+    assert page.run("[plots[1].data[1][3], plots[1].scales.y.max]") == [4e-7, 1e-3], "rounding is no gap"
+    assert page.run("plots[0].scales.y.max - plots[0].scales.y.min") >= 1e-5, "nor a loss"
     page.run("plots[0].setScale('x', {min: 2, max: 3})")
     train(training, random_tokens(6, seed=1))
     page.wait("plots[1].data[0].length === 5 && plots[1].scales.x.max === 5")
