@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from skyrl_tinker.config.former_settings import FORMER
 from tests.support.pages import PAGES, ROOT
 
 MOST_WORDS_OF_README = 700
@@ -47,6 +48,13 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not {
         name for name in names if not any((ROOT / base / name).exists() for base in ("", "skyrl_tinker"))
     }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_names_a_setting_of_the_past(page: Path) -> None:
+    """Flags of the SDK, which had been settings without a table, are still named as flags."""
+    past = {name for name, now in FORMER.items() if f"sdk.{name}" not in (now, *FORMER)}
+    assert not past & set(re.findall(r"`([a-z][\w.]*)`", page.read_text()))
 
 
 def test_every_test_that_the_traps_page_names_exists() -> None:

@@ -127,7 +127,7 @@ def test_every_test_that_runs_a_block_exists() -> None:
 def _commands() -> Iterator[list[str]]:
     """The words of each command of each shell block."""
     for each in blocks():
-        if each.language == "sh":
+        if each.language in ("sh", "bash"):
             for line in each.text.replace("\\\n", " ").splitlines():
                 if words := shlex.split(line, comments=True):
                     yield words

@@ -124,10 +124,18 @@ const decades = (_, low, high) => (low === null ? [0.1, 1] : high < 2 * low ? [l
 
 const TO_ZERO = { range: { min: { pad: 0.1, soft: 0, mode: 1 }, max: { pad: 0.1, mode: 0 } } };
 
-// `least`: the range that the values' axis shows at least, unless it is logarithmic; `zero`: values above 0 are seen from 0 on.
-// All of a page share a cursor.
-export function stepChart(label, names, { least = null, zero = false, height = HEIGHT } = {}) {
-  const range = least ? { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] } : zero ? TO_ZERO : null;
+// As uPlot does it, but at least so high.
+function spanned(low, high, span) {
+  if (low === null) return [low, high];
+  const more = Math.max(0, span - (high - low)) / 2;
+  return uPlot.rangeNum(low - more, high + more, 0.1, true);
+}
+
+// Of the values' axis, unless it is logarithmic: `least`, the range that it shows at least; `span`, its least height; `zero`: values above 0
+// are seen from 0 on. All of a page share a cursor.
+export function stepChart(label, names, { least = null, span = 0, zero = false, height = HEIGHT } = {}) {
+  const range = least ? { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] }
+    : zero ? TO_ZERO : span ? { range: (_, low, high) => spanned(low, high, span) } : null;
   return chart(label, names, ({ axis: name, log }) => {
     const y = log ? { distr: 3, range: decades } : range;
     return {

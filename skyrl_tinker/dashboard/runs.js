@@ -12,9 +12,10 @@ const MOST_POINTS = 1000; // of a run in the list
 const SILENT_S = 60;
 const LEADING_HEIGHT = 300;
 const ROUNDING = 1e-3; // smaller differences would fill a chart of their own and look like drift
+const OF_SUMS = 1e-5; // likewise, where advantages that add up to 0 leave nothing but rounding
 const REWARD_ABOUT = "as its script reports it";
 const CURVES = [
-  ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions", { height: LEADING_HEIGHT, none: "no position had a weight" }],
+  ["loss", "Loss per trained token", "sum of the losses by sum of the weights, or by trained positions", { height: LEADING_HEIGHT, span: OF_SUMS, none: "no position had a weight" }],
   ["sampler_gap", "Trainer–sampler gap", "difference of their logprobs on the probe after a sync",
     { least: [0, ROUNDING], none: "it is measured after a save of weights for sampling" }],
   ["policy_shift", "Policy shift", "mean of sampled − trained logprob: 0 while the policy is the one that sampled",
@@ -24,7 +25,7 @@ const CURVES = [
   ["learning_rate", "Learning rate", "as given to optim_step", { zero: true }],
   ["tokens", "Tokens of a step", "of all data since the step before", { zero: true }],
   ["reward_proxy", "Advantage × logprob", "its mean, not the reward: with advantages centred in their group it goes to 0",
-    { none: "the data has no advantages" }],
+    { span: OF_SUMS, none: "the data has no advantages" }],
 ];
 const HYPERPARAMETERS = [
   ["base model", (run) => run.base_model],
@@ -64,7 +65,8 @@ function showList(main, failed, recovered) {
     Object.assign(order, { place, down });
     refresh().catch(failed);
   };
-  const runs = table("Training runs", COLUMNS, noRuns(), {
+  const none = h("span");
+  const runs = table("Training runs", COLUMNS, none, {
     most: NARROW.matches ? 20 : Infinity, sort: (place) => sortBy(place, order.place === place ? !order.down : place >= GREATEST_FIRST) });
   const curves = overview();
   const sort = h("select", { onchange: () => sortBy(Number(sort.value), sort.value >= GREATEST_FIRST) }, // where the heads are not shown
@@ -88,6 +90,7 @@ function showList(main, failed, recovered) {
 
   function fill() {
     const found = answer.runs.filter((run) => others.checked || !ofCommand(run));
+    none.replaceChildren(...noRuns(search.value.trim(), answer.runs.length));
     runs.mark(order.place, order.down);
     sort.value = order.place;
     const of = answer.total > answer.runs.length ? `the first ${answer.runs.length} of ${answer.total} found` : plural(answer.total, "run");
@@ -123,7 +126,7 @@ function showList(main, failed, recovered) {
   return () => { stop(); curves.close(); };
 }
 
-// The curves of listed runs while these are few. Each is asked for more once its row has changed.
+// The curves of listed runs while these are few. Each is asked for more once its row tells of more.
 function overview() {
   const known = new Map();
   const node = h("div", { class: "grid curves" });
@@ -135,26 +138,22 @@ function overview() {
   function keptOf({ run_id, steps, steps_before }) {
     if (!known.has(run_id)) {
       const part = { run: run_id, next: Math.max(0, steps - MOST_POINTS), columns: {}, before: steps_before, until: Infinity };
-      known.set(run_id, { row: "", part, reports: { run: run_id, next: 0 }, reward: new Map(), values: new Map() });
+      known.set(run_id, { part, reports: { run: run_id, next: 0 }, reward: new Map(), values: new Map() });
     }
     return known.get(run_id);
   }
 
   async function learn(run) {
     const kept = keptOf(run);
-    const row = [run.steps, run.reward, run.last_request_at].join();
-    if (kept.row !== row) {
-      await more(kept.part);
-      await moreReports(kept.reports, kept, "&limit=5000&reward_only=true");
-      kept.row = row;
-    }
+    if (kept.part.next < run.steps) await more(kept.part);
+    if (kept.reports.next < run.reward_report) await moreReports(kept.reports, kept, "&limit=5000&reward_only=true");
     return kept;
   }
 
   function begin(names) {
     for (const { chart } of charts) chart.close();
     charts = (names.length ? [["Reward", REWARD_ABOUT], CURVES[0].slice(1)] : []).map(([label, about]) => {
-      const chart = stepChart(label, names, { height: LEADING_HEIGHT });
+      const chart = stepChart(label, names, { height: LEADING_HEIGHT, span: OF_SUMS });
       return { chart, node: card(label, h("p", { class: "quiet small" }, about), chart.node) };
     });
     node.replaceChildren(...charts.map((each) => each.node));
@@ -186,9 +185,11 @@ function overview() {
   return { node, show, close() { left = true; for (const { chart } of charts) chart.close(); } };
 }
 
-function noRuns() {
-  return h("span", {}, "None. A script appears here with its first request: ",
-    h("code", {}, `TINKER_BASE_URL=${location.origin} TINKER_API_KEY=… python examples/rl_loop.py`));
+function noRuns(words, ofCommands) {
+  if (ofCommands) return ["None but those of the tinker command."];
+  if (words) return ["None found. Each word is to be a part of a name, project, base model, owner, state, id or metadata, as in lr=1e-4."];
+  return ["None. A script appears here with its first request: ",
+    h("code", {}, `TINKER_BASE_URL=${location.origin} TINKER_API_KEY=… python examples/rl_loop.py`)];
 }
 
 function ofCommand(run) {

@@ -131,6 +131,7 @@ def test_runs_have_their_projects_and_few_are_drawn_below_the_list(server: Serve
     assert page.run(f"{PROJECTS}.map((each) => each.innerText)") == ["\u2013", "maths"]
     page.type(" b no-such-word")
     page.wait(f"{ROWS}.length === 0 && {DRAWN}.length === 0")
+    page.wait("document.querySelector('p.quiet > span').innerText.startsWith('None found')")
     assert page.errors == []
 
 
@@ -345,6 +346,28 @@ PLOTS = """(() => {
     Object.assign(window.uPlot, Plot);
 })()"""
 """Script that keeps the charts that are made from then on."""
+
+
+def test_a_reward_that_repeats_the_last_one_reaches_the_curve_of_the_list(server: Serve, page: Page) -> None:
+    page.open(f"{server.url}/#/tokens")
+    page.wait("document.querySelector('h1')?.innerText === 'Tokens'")
+    page.run(PLOTS)
+    page.run("location.hash = '#/runs'")
+    page.wait("document.querySelector('input[type=search]') !== null")
+    page.run("document.querySelector('input[type=search]').focus()")
+    page.type("repeated:")
+    drawn = "plots.find(({series}) => series[1].label === 'repeated: a')?.data.map(String).join(' ')"
+    with tinker.ServiceClient(
+        base_url=server.url, api_key="tml-local", display_name="repeated: a"
+    ) as service:
+        run = service.create_lora_training_client(base_model="tiny", rank=8).result().model_id
+        for step, curve in ((1, "1 0.625"), (2, "1,2 0.625,0.625")):
+            report = {"step": step, "values": {"reward": 0.625}}
+            Client(server.url, service).post(f"console/runs/{run}/metrics", report).raise_for_status()
+            page.wait(f"{drawn} === '{curve}'")
+    assert page.errors == []
+
+
 LACKING = "[...document.querySelectorAll('.curves p.small:not(.quiet)')]"
 LACKING += ".filter((each) => each.offsetParent).map((each) => each.innerText)"
 
@@ -357,7 +380,7 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     page.wait("document.querySelector('.badge') !== null")
     page.run(PLOTS)
     page.run(CHANGED.replace('endsWith("console/now")', 'includes("/points")'))
-    page.run("change = ({columns}) => { columns.sampler_gap = columns.step.map(() => 1e-6); }")
+    page.run("change = ({columns: all}) => { all.loss = all.sampler_gap = all.step.map((at) => 1e-7 * at); }")
     page.run(f"location.hash = '#/runs/{training.model_id}'")
     page.wait(f"{LACKING}.length === 8 && {LACKING}.every((each) => each === 'No step yet.')")
     for _ in range(4):
@@ -371,7 +394,8 @@ def test_a_part_that_was_chosen_stays_while_points_come_and_empty_charts_say_why
     assert [
         page.run(shown.format(name)) for name in ("Policy shift", "Reward", "Reported by the script")
     ] == [True, False, False], "nothing was reported"
-    assert page.run("[plots[1].data[1][3], plots[1].scales.y.max]") == [1e-6, 1e-3], "rounding is no gap"
+    assert page.run("[plots[1].data[1][3], plots[1].scales.y.max]") == [4e-7, 1e-3], "rounding is no gap"
+    assert page.run("plots[0].scales.y.max - plots[0].scales.y.min") >= 1e-5, "nor a loss"
     page.run("plots[0].setScale('x', {min: 2, max: 3})")
     train(training, random_tokens(6, seed=1))
     page.wait("plots[1].data[0].length === 5 && plots[1].scales.x.max === 5")

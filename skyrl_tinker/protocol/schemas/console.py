@@ -59,9 +59,10 @@ class RunSummary(Message):
     """Run with its last step; `steps` 0: none was taken. `name`: that of its session.
 
     `lora_rank` 0: full parameters, null: it was not created. `state_reason`: why it is not in training.
-    `loss`, `loss_fn`, `reward`: the last ones known; the reward is what its script reported, and
-    `loss_fn_config` has what was sent, no defaults. `parent`: the run whose checkpoint it goes on from, after
-    `steps_before` steps of that and of its own parents. `continued_by`: the newest runs that go on from it.
+    `loss`, `loss_fn`, `reward`: the last ones known; `loss_fn_config` has what was sent, no defaults. The
+    reward is what its script reported, and `reward_report` the `next` of its metrics with that report.
+    `parent`: the run whose checkpoint it goes on from, after `steps_before` steps of that and of its own
+    parents. `continued_by`: the newest runs that go on from it.
     """
 
     run_id: str
@@ -85,6 +86,7 @@ class RunSummary(Message):
     loss_fn: str | None
     loss_fn_config: dict[str, float]
     reward: float | None
+    reward_report: int | None
     last: StepMeasures | None
 
 

@@ -11,14 +11,12 @@ from skyrl_tinker.store.database.tables import Model, RunReport
 
 REWARDS = "reward", "env/all/reward/total"
 """Names of the reward, the best known first; the second is the cookbook's."""
-LAST_REWARD = (
-    select(RunReport.reward)
-    .where(RunReport.model_key == Model.key, RunReport.reward.is_not(None))
-    .order_by(RunReport.id.desc())
-    .limit(1)
-    .scalar_subquery()
+_REWARDED = RunReport.model_key == Model.key, RunReport.reward.is_not(None)
+LAST_REWARD, LAST_REWARDED = (
+    select(column).where(*_REWARDED).order_by(RunReport.id.desc()).limit(1).scalar_subquery()
+    for column in (RunReport.reward, RunReport.id)
 )
-"""In a query of models: the reward reported last, null without one."""
+"""In a query of models: the reward reported last, and the number of its report; null without one."""
 
 
 def add(conn: Connection, model: ModelKey, step: int, values: Mapping[str, float]) -> None:

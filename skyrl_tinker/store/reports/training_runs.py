@@ -12,7 +12,7 @@ from skyrl_tinker.protocol.schemas.console import Continuation, RunColumn
 from skyrl_tinker.store import model_records
 from skyrl_tinker.store.checkpoint_records import WITH_MODEL, CheckpointRow, checkpoint_from_row, is_live
 from skyrl_tinker.store.console import step_points
-from skyrl_tinker.store.console.run_reports import LAST_REWARD
+from skyrl_tinker.store.console.run_reports import LAST_REWARD, LAST_REWARDED
 from skyrl_tinker.store.console.step_points import Point, last_known
 from skyrl_tinker.store.database.abstract_database import json_text
 from skyrl_tinker.store.database.rows import AnyRow
@@ -178,6 +178,7 @@ def _runs(conn: Connection, reach: Reach, *where: ColumnElement[bool]) -> dict[M
             last_known(StepPoint.loss_fn).label("loss_fn"),
             last_known(StepPoint.loss_fn_config).label("loss_fn_config"),
             LAST_REWARD.label("reward"),
+            LAST_REWARDED.label("reward_report"),
         )
         .join(Session, Session.session_id == Model.session_id)
         .outerjoin(ApiKey, ApiKey.id == Session.owner_id)

@@ -533,7 +533,11 @@ async def test_a_script_reports_numbers_that_only_it_knows(world: World) -> None
     after = await get(world, f"console/runs/{model}/metrics", after=rewards["next"], reward_only=True)
     assert (after["reports"], after["more"]) == ([], False), "one without a reward"
     (run,) = (await get(world, "console/runs"))["runs"]
-    assert run["reward"] == 0.5
+    assert (run["reward"], run["reward_report"]) == (0.5, rewards["next"])
+    assert (await report(world, model, 3, reward=0.5))[0] == 200
+    (later,) = (await get(world, "console/runs"))["runs"]
+    assert later["reward_report"] > run["reward_report"]
+    assert later | {"reward_report": run["reward_report"]} == run, "nothing else tells of it"
 
 
 @pytest.mark.parametrize(
