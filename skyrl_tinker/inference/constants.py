@@ -31,9 +31,11 @@ KEY_CHECK = "SKYRL_TINKER_KEY_CHECK"
 PROBE = "/skyrl-tinker/version-pull"
 """Path of a server that gets weights from another host; it answers 204 there (VersionPull)."""
 
-NICENESS = {"cpu": 3, "cuda": 0}
-"""Niceness of samplers by device. With few cores, samples must not delay trainer, engine and API; nicer ones
-get nearly nothing of cores that others keep busy. A GPU would wait for a nice process."""
+SLICE_S = {"cpu": 0.02, "cuda": 0.0}
+"""Seconds that samplers compute at a time, by device; 0: as long as others. With few cores, trainer, engine
+and API, which compute in shorter slices, then run as soon as they wake up: no sample that arrives or ends
+waits, so that batches stay full. The samplers' share is that of the others: nicer ones got nearly nothing of
+cores that others kept busy."""
 
 START_NICENESS = {"cpu": 10, "cuda": 0}
 """Niceness of imports and loads of a process that starts beside those that train or sample, by device. It may

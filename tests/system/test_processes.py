@@ -6,8 +6,10 @@ import textwrap
 from pathlib import Path
 
 import psutil
+import pytest
 
 from skyrl_tinker.system import processes
+from tests.support.slices import SETTABLE
 from tests.support.waiting import PATIENCE_S, wait_until
 
 STUBBORN = """
@@ -153,6 +155,31 @@ def test_nice_work_leaves_the_niceness_of_its_process() -> None:
             run_nicely(lambda: 1 / 0, 1)
         except ZeroDivisionError:
             print("as it was raised")
+    """)
+
+
+@pytest.mark.skipif(not SETTABLE, reason="the kernel has one slice for all")
+def test_a_slice_is_inherited_by_threads_and_children_and_leaves_the_niceness() -> None:
+    run("""
+        import os, subprocess
+        from concurrent.futures import ThreadPoolExecutor
+        from skyrl_tinker.system.processes import compute_in_slices
+        from tests.support.slices import slice_s
+
+        def own():
+            return slice_s("thread-self"), os.getpriority(os.PRIO_PROCESS, 0)
+
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # also where the tests are idle ones
+        before, niceness = own()
+        os.nice(1)
+        compute_in_slices(0.02)
+        os.nice(1)
+        assert before < 0.02 and own() == (0.02, niceness + 2)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(own).result() == own()
+        with subprocess.Popen(["sleep", "600"]) as child:
+            assert slice_s(child.pid) == 0.02
+            child.kill()
     """)
 
 

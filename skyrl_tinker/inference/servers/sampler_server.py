@@ -15,11 +15,11 @@ import psutil
 import ray
 
 from skyrl_tinker.errors import MOST_CHARACTERS
-from skyrl_tinker.inference.constants import NICENESS
+from skyrl_tinker.inference.constants import SLICE_S
 from skyrl_tinker.inference.servers.ports import reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.system.interfaces import interface_of
-from skyrl_tinker.system.processes import die_with_parent
+from skyrl_tinker.system.processes import compute_in_slices, die_with_parent
 
 STOP_GRACE_S = 5.0
 TAIL_BYTES = 4000
@@ -76,7 +76,7 @@ class SamplerServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(_die_with_parent, NICENESS[self._spec.device]),
+                preexec_fn=partial(_die_with_parent, SLICE_S[self._spec.device]),
             )
         return self.status()
 
@@ -145,6 +145,7 @@ def _shared_memory(pid: int, leftovers: tuple[str, ...]) -> set[Path]:
     return files
 
 
-def _die_with_parent(niceness: int) -> None:
-    os.nice(niceness)
+def _die_with_parent(slice_s: float) -> None:
+    if slice_s:
+        compute_in_slices(slice_s)
     die_with_parent(signal.SIGKILL)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.errors import StartupError
-from skyrl_tinker.inference.constants import BASE_MODEL, NICENESS, START_NICENESS, STARTING_NICER, TOKEN
+from skyrl_tinker.inference.constants import BASE_MODEL, START_NICENESS, STARTING_NICER, TOKEN
 from skyrl_tinker.inference.servers.ports import LOOPBACK
 from skyrl_tinker.inference.servers.replica_spec import Arguments, ModelToServe, SamplerSpec, as_flags
 from skyrl_tinker.inference.servers.sampler_memory import kv_bytes, require_memory
@@ -134,7 +134,7 @@ def environment(
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",  # the default 5 s races with pooled connections
     }
     cpu = {
-        STARTING_NICER: str(START_NICENESS["cpu"] - NICENESS["cpu"]),
+        STARTING_NICER: str(START_NICENESS["cpu"]),
         # A single worker runs in the engine process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.workers == 1 else "1",
         "OMP_NUM_THREADS": "1",

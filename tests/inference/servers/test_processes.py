@@ -13,7 +13,6 @@ import pytest
 from skyrl_tinker.domain.values import Gpu
 from skyrl_tinker.domain.weight_files import WEIGHTS_FILE
 from skyrl_tinker.errors import SamplerError, last_line
-from skyrl_tinker.inference.constants import NICENESS
 from skyrl_tinker.inference.servers.health_checks import Loss
 from skyrl_tinker.inference.servers.router import Router, RouterSpec
 from skyrl_tinker.inference.servers.sampler_server import with_cause
@@ -47,7 +46,7 @@ async def test_dead_and_hung_servers_are_noticed_and_replaced(ray_cluster: None,
     group = ServerGroup.launch(replace(spec_of(facts, tmp_path), replicas=2, hang_s=2.0))
     await group.ready()
     urls = group.urls
-    _are_nice(family(group.pids()[0]))
+    _give_way(family(group.pids()[0]))
     await _an_actor_is_killed(group, 0)
     await _an_engine_process_is_killed(group, 1)
     assert not set(await asyncio.gather(group.replace(0), group.replace(1))) & set(urls)
@@ -91,10 +90,13 @@ async def test_a_server_with_a_token_serves_those_who_bear_it_also_behind_the_ro
     await group.shutdown()
 
 
-def _are_nice(processes: list[int]) -> None:
-    """Once they have started: no longer as nice as their imports."""
+def _give_way(processes: list[int]) -> None:
+    """Compute in long slices, and, once they have started, no longer as nicely as their imports."""
     actor = psutil.Process(psutil.Process(processes[0]).ppid())
-    assert {psutil.Process(pid).nice() for pid in processes} == {actor.nice() + NICENESS["cpu"]}
+    assert {psutil.Process(pid).nice() for pid in processes} == {actor.nice()}
+    if SETTABLE:
+        assert {slice_s(pid) for pid in processes} == {SLICE_S["cpu"]}
+        assert slice_s(actor.pid) < SLICE_S["cpu"]
 
 
 async def _an_actor_is_killed(group: ServerGroup, index: int) -> None:
