@@ -33,7 +33,7 @@ SkyrlTinkerError              500  server
     ├── WeightsAwayError      500  server   the weights are on their way: a later try has them
     └── LeaseLostError        500  server   another server has taken over the database
 
-Errors that one package alone raises and handles are in it.
+Errors that one package alone raises and handles are in that package.
 """
 
 from typing import ClassVar, Literal, TypeVar

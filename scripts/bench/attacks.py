@@ -64,7 +64,8 @@ class Attack:
     def go(self, unit_s: float = 0.0) -> None:
         """Say that all is prepared, and what one unit of this attack's work takes; wait for the signal."""
         for thread in Path("/proc/self/task").iterdir():
-            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))  # as those that they start
+            # Those that they start inherit it.
+            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
         self.unit_s = unit_s
         self.pipe.send(None)
         self.pipe.recv()

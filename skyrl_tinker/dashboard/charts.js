@@ -124,14 +124,15 @@ const decades = (_, low, high) => (low === null ? [0.1, 1] : high < 2 * low ? [l
 
 const TO_ZERO = { range: { min: { pad: 0.1, soft: 0, mode: 1 }, max: { pad: 0.1, mode: 0 } } };
 
-// As uPlot does it, but at least so high.
+// As uPlot does it, but values near 0 at least so high.
 function spanned(low, high, span) {
   if (low === null) return [low, high];
-  const more = Math.max(0, span - (high - low)) / 2;
+  const near = low < high && Math.max(-low, high) < 100 * span;
+  const more = near ? Math.max(0, span - (high - low)) / 2 : 0;
   return uPlot.rangeNum(low - more, high + more, 0.1, true);
 }
 
-// Of the values' axis, unless it is logarithmic: `least`, the range that it shows at least; `span`, its least height; `zero`: values above 0
+// Of the values' axis, unless it is logarithmic: `least`, the range that it shows at least; `span`, its least height near 0; `zero`: values above 0
 // are seen from 0 on. All of a page share a cursor.
 export function stepChart(label, names, { least = null, span = 0, zero = false, height = HEIGHT } = {}) {
   const range = least ? { range: (_, low, high) => [Math.min(low ?? 0, least[0]), Math.max(high ?? 0, least[1])] }

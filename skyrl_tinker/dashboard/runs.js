@@ -153,7 +153,7 @@ function overview() {
   function begin(names) {
     for (const { chart } of charts) chart.close();
     charts = (names.length ? [["Reward", REWARD_ABOUT], CURVES[0].slice(1)] : []).map(([label, about]) => {
-      const chart = stepChart(label, names, { height: LEADING_HEIGHT, span: OF_SUMS });
+      const chart = stepChart(label, names, { height: LEADING_HEIGHT });
       return { chart, node: card(label, h("p", { class: "quiet small" }, about), chart.node) };
     });
     node.replaceChildren(...charts.map((each) => each.node));

@@ -82,7 +82,7 @@ def _ray_environment(directory: Path) -> dict[str, str]:
         "RAY_ROTATION_BACKUP_COUNT": "2",
         "RAY_prestart_worker_first_driver": "0",  # idle workers cost 40 MB each
         "RAY_enable_worker_prestart": "0",
-        "RAY_worker_niceness": "0",  # trainers come before samplers, which make themselves nice
+        "RAY_worker_niceness": "0",  # trainers come before samplers, which give way by themselves
         "RAY_task_events_report_interval_ms": "0",  # off: gcs_server keeps 100,000, 3 kB each
         "TMPDIR": str(directory),  # leftovers of killed processes go at the next engine's start
     }

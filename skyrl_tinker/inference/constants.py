@@ -34,12 +34,15 @@ PROBE = "/skyrl-tinker/version-pull"
 SLICE_S = {"cpu": 0.02, "cuda": 0.0}
 """Seconds that samplers compute at a time, by device; 0: as long as others. With few cores, trainer, engine
 and API, which compute in shorter slices, then run as soon as they wake up: no sample that arrives or ends
-waits, so that batches stay full. The samplers' share is that of the others: nicer ones got nearly nothing of
-cores that others kept busy."""
+waits, so that batches stay full. The samplers' share is that of the others: nicer ones get nearly nothing of
+cores that others keep busy."""
+
+NICENESS = 10
+"""Niceness of samplers where the kernel does not let them choose their slices."""
 
 START_NICENESS = {"cpu": 10, "cuda": 0}
 """Niceness of imports and loads of a process that starts beside those that train or sample, by device. It may
 take seconds longer, but its own tenants wait for seconds in any case."""
 
 STARTING_NICER = "SKYRL_TINKER_STARTING_NICER"
-"""Environment variable with the further niceness of a server's imports."""
+"""Environment variable with the niceness of a server's imports."""

@@ -30,7 +30,8 @@ _YOUNG_OBJECTS = 20_000
 _SAME_START_S = 1.0  # create times are rounded and move with the wall clock
 _ONE_HEAP = {-8: 1, -3: 1 << 20, -1: 1 << 20}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 _earlier: set[psutil.Process] = set()
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine())
+_SCHED_SETATTR, _SCHED_GETATTR = (314, 315) if platform.machine() == "x86_64" else (274, 275)
+_SCHED_ATTR, _SLICE = struct.Struct("=IIQiIQQQ"), 5  # sched_setattr(2); the place of sched_runtime
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a preexec_fn must not import
 
 
@@ -58,19 +59,24 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
-def compute_in_slices(seconds: float) -> None:
+def compute_in_slices(seconds: float) -> bool:
     """Let this process compute for so long before another one has its turn, unless that one just woke up.
 
     Threads and children that it starts from now on inherit it. A waking process whose slice is shorter need
     not wait for the end of a longer one: the share of each stays, by niceness. Works as part of a preexec_fn.
-    Nothing changes on Linux before 6.12, or where a sandbox refuses the call (sched_setattr(2)).
+    Returns whether the kernel does so: Linux before 6.12 ignores it, and a sandbox may refuse it.
     """
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    attributes = struct.pack(
-        "=IIQiIQQQ", 48, os.sched_getscheduler(0), 0, niceness, 0, round(seconds * 1e9), 0, 0
-    )
-    if _SCHED_SETATTR is not None:
-        _LIBC.syscall(_SCHED_SETATTR, 0, attributes, 0)
+    policy, niceness = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+    attributes = _SCHED_ATTR.pack(_SCHED_ATTR.size, policy, 0, niceness, 0, round(seconds * 1e9), 0, 0)
+    _LIBC.syscall(_SCHED_SETATTR, 0, attributes, 0)
+    return slice_s() == seconds
+
+
+def slice_s(pid: int = 0) -> float:
+    """Return the slice of a process, 0: of this thread. It is 0.0 where the kernel has one for all."""
+    attributes = ctypes.create_string_buffer(_SCHED_ATTR.size)
+    _LIBC.syscall(_SCHED_GETATTR, pid, attributes, _SCHED_ATTR.size, 0)
+    return float(_SCHED_ATTR.unpack(attributes.raw)[_SLICE]) / 1e9
 
 
 def raise_open_files_limit() -> None:

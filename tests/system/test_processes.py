@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from skyrl_tinker.system import processes
-from tests.support.slices import SETTABLE
 from tests.support.waiting import PATIENCE_S, wait_until
 
 STUBBORN = """
@@ -158,28 +157,28 @@ def test_nice_work_leaves_the_niceness_of_its_process() -> None:
     """)
 
 
-@pytest.mark.skipif(not SETTABLE, reason="the kernel has one slice for all")
+@pytest.mark.skipif(processes.slice_s() == 0, reason="the kernel has one slice for all")
 def test_a_slice_is_inherited_by_threads_and_children_and_leaves_the_niceness() -> None:
     run("""
         import os, subprocess
         from concurrent.futures import ThreadPoolExecutor
-        from skyrl_tinker.system.processes import compute_in_slices
-        from tests.support.slices import slice_s
+        from skyrl_tinker.system.processes import compute_in_slices, slice_s
 
         def own():
-            return slice_s("thread-self"), os.getpriority(os.PRIO_PROCESS, 0)
+            return slice_s(), os.getpriority(os.PRIO_PROCESS, 0)
 
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # also where the tests are idle ones
         before, niceness = own()
         os.nice(1)
-        compute_in_slices(0.02)
+        assert before < 0.02 and compute_in_slices(0.02)
         os.nice(1)
-        assert before < 0.02 and own() == (0.02, niceness + 2)
+        assert own() == (0.02, niceness + 2)
         with ThreadPoolExecutor(1) as thread:
             assert thread.submit(own).result() == own()
-        with subprocess.Popen(["sleep", "600"]) as child:
-            assert slice_s(child.pid) == 0.02
-            child.kill()
+        child = subprocess.Popen(["sleep", "600"])
+        inherited = slice_s(child.pid)
+        child.kill()
+        assert inherited == 0.02
     """)
 
 

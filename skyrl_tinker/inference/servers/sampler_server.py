@@ -15,7 +15,7 @@ import psutil
 import ray
 
 from skyrl_tinker.errors import MOST_CHARACTERS
-from skyrl_tinker.inference.constants import SLICE_S
+from skyrl_tinker.inference.constants import NICENESS, SLICE_S
 from skyrl_tinker.inference.servers.ports import reserve_port
 from skyrl_tinker.inference.servers.replica_spec import SamplerSpec
 from skyrl_tinker.system.interfaces import interface_of
@@ -146,6 +146,6 @@ def _shared_memory(pid: int, leftovers: tuple[str, ...]) -> set[Path]:
 
 
 def _die_with_parent(slice_s: float) -> None:
-    if slice_s:
-        compute_in_slices(slice_s)
+    if slice_s and not compute_in_slices(slice_s):
+        os.nice(NICENESS)
     die_with_parent(signal.SIGKILL)

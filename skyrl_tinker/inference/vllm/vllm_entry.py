@@ -1,7 +1,7 @@
 """vLLM's server, `python -m skyrl_tinker.inference.vllm.vllm_entry`, with imports a fifth faster.
 
 Garbage collection is off during them: its thousands of modules stay alive, and vLLM freezes them itself.
-Where samples are nice, they are nicer. (`vllm serve` would need the distribution to be named vllm.)
+On a CPU they are nice. (`vllm serve` would need the distribution to be named vllm.)
 """
 
 import os
