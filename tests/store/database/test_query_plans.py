@@ -220,6 +220,27 @@ async def test_heartbeats_of_finished_sessions_take_as_many_statements_as_one(st
     assert counts[0] == counts[1] == 2
 
 
+async def test_heartbeats_cost_the_same_however_many_sessions_are_live(store: Store) -> None:
+    """SQLite is quick to go through all that are live, along the index by which silent ones are found."""
+    beats: list[Beat] = [(None, await new_session(store)) for _ in range(30)]
+    steps: list[int] = []
+
+    def op(conn: Connection) -> None:
+        sqlite.raw(conn).set_progress_handler(lambda: steps.append(1), 1)
+        session_records.heartbeat(conn, beats)
+        sqlite.raw(conn).set_progress_handler(None, 1)
+
+    async def counted(more: int) -> int:
+        for _ in range(more):
+            await new_session(store)
+        steps.clear()
+        await store.write(op)
+        return len(steps)
+
+    few, more = await counted(0), await counted(60)
+    assert more - few < 60, "not a step for each"
+
+
 async def used(store: Store, sampler: SamplingSessionId, number: int = 0) -> None:
     """A sample that took a token."""
     accepted = await sample(store, sampler, number)
