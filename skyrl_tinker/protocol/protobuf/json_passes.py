@@ -6,13 +6,20 @@ from types import NoneType
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PlainValidator, Strict, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
-from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import Array
 from skyrl_tinker.protocol.schemas.base import Items, StrictFloat, StrictMessage, parse
-from skyrl_tinker.protocol.schemas.sampling import TEXT, Chunk
+from skyrl_tinker.protocol.schemas.sampling import Chunk
 from skyrl_tinker.protocol.schemas.training import TrainingRequest
 
 _DTYPES: Mapping[str, tuple[pb.DType, str]] = {
@@ -61,6 +68,10 @@ Numbers = Annotated[
 ]
 Integers = Annotated[Any, PlainValidator(_integers), _ARRAY_OF_INTEGERS]
 Tokens = Annotated[Any, PlainValidator(_tokens), _ARRAY_OF_INTEGERS]
+NumberOrText = Annotated[
+    Annotated[StrictFloat, Tag("number")] | Annotated[str, Tag("text")],
+    Discriminator(lambda value: "text" if isinstance(value, str) else "number"),
+]
 
 
 class PassChunk(Chunk):
@@ -98,7 +109,7 @@ class PassDatum(StrictMessage):
 class PassInput(StrictMessage):
     data: Items[PassDatum]
     loss_fn: str
-    loss_fn_config: dict[str, Annotated[str, Strict()] | StrictFloat] | None = Field(None, fail_fast=True)
+    loss_fn_config: dict[str, NumberOrText] | None = Field(None, fail_fast=True)
 
 
 class ForwardBackwardJson(TrainingRequest):
@@ -121,19 +132,10 @@ def fill_from_json(message: pb.ForwardBackwardRequest, payload: Mapping[str, Any
     for index, datum in enumerate(sent.data):
         into = message.data.add()
         for position, chunk in enumerate(datum.model_input.chunks):
-            _fill_chunk(into.model_input.add(), chunk, f"datum {index}: model_input chunk {position}")
+            tokens = chunk.text(f"datum {index}: model_input chunk {position}")
+            into.model_input.add().encoded_text.tokens = np.asarray(tokens, "<i4").tobytes()
         for name, tensor in datum.loss_fn_inputs.items():
             _fill_tensor(into.loss_fn_inputs[name], tensor)
-
-
-def _fill_chunk(message: pb.Chunk, chunk: PassChunk, where: str) -> None:
-    if chunk.type != TEXT:
-        raise NotSupportedError(
-            f"{where} is of kind {chunk.type}, expected {TEXT}: images and audio are not supported yet"
-        )
-    if chunk.tokens is None:
-        raise UserError(f"{where} has no tokens")
-    message.encoded_text.tokens = chunk.tokens.astype("<i4").tobytes()
 
 
 def _fill_tensor(message: pb.Tensor, tensor: PassTensor) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
 
 from skyrl_tinker.domain.samples import SEEDS
+from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import (
     MAX_INT32,
     Items,
@@ -83,11 +84,26 @@ class Chunk(StrictMessage):
         """Infer the `type`, which SDKs up to 0.16 do not send, from the keys."""
         if not isinstance(chunk, dict):
             return chunk
-        kind = chunk_type(chunk)
+        kind = _kind(chunk)
         return {**chunk, "type": kind} if kind == TEXT else {"type": kind}
 
+    def text(self, where: str) -> list[int]:
+        """Return the tokens. Raises NotSupportedError for another kind, UserError if there are none."""
+        require_text(self.type, where)
+        if self.tokens is None:
+            raise UserError(f"{where} has no tokens")
+        return self.tokens
 
-def chunk_type(chunk: Mapping[str, Any]) -> str:
+
+def require_text(kind: str, where: str) -> None:
+    """Raise NotSupportedError for another kind of chunk."""
+    if kind != TEXT:
+        raise NotSupportedError(
+            f"{where} is of kind {kind}, expected {TEXT}: images and audio are not supported yet"
+        )
+
+
+def _kind(chunk: Mapping[str, Any]) -> str:
     """Return the kind of a JSON chunk, also of one without a `type`."""
     if chunk.get("type") is not None:
         return str(chunk["type"])
