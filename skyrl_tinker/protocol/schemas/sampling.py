@@ -1,16 +1,27 @@
 """Sampling sessions and asample; parameters of samples and their rules, which OpenAI's clients have, too."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+import numpy.typing as npt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Strict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from skyrl_tinker.domain.samples import SEEDS
 from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import (
     MAX_INT32,
+    Integers,
     Items,
     Message,
+    Numbers,
     SampleSeqId,
     SessionSeqId,
     StrictFloat,
@@ -19,6 +30,7 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictRequest,
     Text,
     WideInt,
+    as_integers,
 )
 
 MAX_STOPS = 1024
@@ -136,13 +148,18 @@ class WireSamplingParams(StrictMessage):
 
 
 class TensorJson(StrictMessage):
-    """Tensor of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
+    """Tensor [N] or [N, K]. With sparse indices it is CSR: `data` are the listed cells."""
 
-    data: Items[StrictInt]
-    dtype: str
-    shape: Items[StrictInt] | None = None
-    sparse_crow_indices: Items[StrictInt] | None = None
-    sparse_col_indices: Items[StrictInt] | None = None
+    dtype: Literal["float32", "int64"]
+    data: Numbers
+    shape: Integers | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
+
+    @field_validator("data")
+    @classmethod
+    def _fit_dtype(cls, data: npt.NDArray[Any], info: ValidationInfo) -> npt.NDArray[Any]:
+        return as_integers(data) if info.data.get("dtype") == "int64" else data
 
 
 class AsampleRequest(StrictRequest):

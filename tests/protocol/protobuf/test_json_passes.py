@@ -126,7 +126,7 @@ def test_types_nulls_missing_shapes_and_configs_are_tolerated() -> None:
         ({"model_input": {"chunks": [{"tokens": [[1], [2, 3]]}]}}, f"chunks.0.tokens: {FLAT}"),
         (
             {"model_input": {"chunks": [{"tokens": [1, 2**40]}]}},
-            f"chunks.0.tokens: expected int32 token ids, not {2**40}",
+            rf"datum 0: model_input chunk 0.tokens\[1\] is {2**40}, expected an int32 token id",
         ),
         ({"model_input": {"chunks": [{"tokens": [2**70]}]}}, "tokens: expected numbers of at most 64 bits"),
         ({"model_input": {"chunks": [{"tokens": [2**63]}]}}, "tokens: expected a list of int64 numbers"),
