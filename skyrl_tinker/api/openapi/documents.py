@@ -7,8 +7,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
 
-from skyrl_tinker.api.openapi.examples import EXAMPLES, FORWARD_PASS, PASS, TELEMETRY
-from skyrl_tinker.protocol.schemas.base import MAX_INT32, Message
+from skyrl_tinker.api.openapi.examples import EXAMPLES, TELEMETRY
+from skyrl_tinker.protocol.schemas.base import Message
 from skyrl_tinker.protocol.schemas.futures import FailedResponse
 from skyrl_tinker.protocol.schemas.losses import CreateCustomLossResult
 from skyrl_tinker.protocol.schemas.session import ErrorResponse
@@ -118,12 +118,11 @@ def takes_telemetry(summary: str) -> Json:
     return {"summary": summary, "openapi_extra": _body({"type": "object"}, {"events": TELEMETRY})}
 
 
-def takes_pass(summary: str, *, forward: bool) -> Json:
-    """Return the keywords of forward_backward and forward, whose bodies have no pydantic model."""
-    example = FORWARD_PASS if forward else PASS
-    extra = _body(_pass_schema("forward_input" if forward else "forward_backward_input"), {"pass": example})
-    extra["requestBody"]["content"]["application/x-protobuf"] = {"schema": _BINARY}
-    return {"summary": summary, "openapi_extra": extra}
+def takes_pass(summary: str, model: type[Message]) -> Json:
+    """Return the keywords of a route whose body is `model` or protobuf."""
+    keywords = takes(summary, model)
+    keywords["openapi_extra"]["requestBody"]["content"]["application/x-protobuf"] = {"schema": _BINARY}
+    return keywords
 
 
 def answers(media_type: str, schema: Json | None = None, **others: Json) -> dict[int | str, Json]:
@@ -148,39 +147,6 @@ def _body(schema: Json, examples: Mapping[str, Json]) -> Json:
     by_name = {name: {"value": example} for name, example in examples.items()}
     content = {"application/json": {"schema": schema, "examples": by_name}}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def _pass_schema(key: str) -> Json:
-    numbers = {"type": "array", "items": {"type": "integer"}}
-    tensor = _object(
-        {
-            "data": {"type": "array", "items": {"type": "number"}},
-            "dtype": {"enum": ["float32", "int64"]},
-            "shape": numbers,
-            "sparse_crow_indices": numbers,
-            "sparse_col_indices": numbers,
-        },
-        "data",
-        "dtype",
-    )
-    chunk = _object({"type": {"const": "encoded_text"}, "tokens": numbers}, "tokens")
-    datum = _object(
-        {
-            "model_input": _object({"chunks": {"type": "array", "items": chunk}}, "chunks"),
-            "loss_fn_inputs": {"type": "object", "additionalProperties": tensor},
-        },
-        "model_input",
-        "loss_fn_inputs",
-    )
-    config = {"type": "object", "additionalProperties": {"type": ["number", "string"]}}
-    data = {"type": "array", "items": datum}
-    body = _object({"loss_fn": {"type": "string"}, "loss_fn_config": config, "data": data}, "loss_fn", "data")
-    seq_id = {"type": "integer", "minimum": 1, "maximum": MAX_INT32}
-    return _object({"model_id": {"type": "string"}, "seq_id": seq_id, key: body}, "model_id", "seq_id", key)
-
-
-def _object(properties: Json, *required: str) -> Json:
-    return {"type": "object", "properties": properties, "required": list(required)}
 
 
 def _inlined(schema: Json) -> Json:

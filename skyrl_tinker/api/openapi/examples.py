@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_tinker.protocol.protobuf.json_passes import ForwardBackwardJson, ForwardJson
 from skyrl_tinker.protocol.schemas.administration import (
     AdoptRequest,
     ChangeBaseRequest,
@@ -72,8 +73,6 @@ _PASS = {
         }
     ],
 }
-PASS = {**_LANE, "forward_backward_input": _PASS}
-FORWARD_PASS = {**_LANE, "forward_input": _PASS}
 TELEMETRY = {"session_id": _SESSION, "sdk_version": "0.38.0", "platform": "Linux", "events": []}
 _LOSS_AND_METRICS = {"tuple": [{"ref": "neg"}, {"dict": {"custom/weighted:sum": {"ref": "neg"}}}]}
 _LOGPROBS, _WEIGHT_INPUT = {"ref": "logprobs"}, {"ref": "weights"}
@@ -96,6 +95,8 @@ EXAMPLES: Mapping[type[Message], Json] = {
     UnloadModelRequest: {"model_id": _MODEL},
     GetInfoRequest: {"model_id": _MODEL},
     WeightsInfoRequest: {"tinker_path": _WEIGHTS},
+    ForwardBackwardJson: {**_LANE, "forward_backward_input": _PASS},
+    ForwardJson: {**_LANE, "forward_input": _PASS},
     OptimStepRequest: {**_LANE, "seq_id": 2, "adam_params": {"learning_rate": 1e-4}},
     CreateCustomLossRequest: {
         "session_id": _SESSION,

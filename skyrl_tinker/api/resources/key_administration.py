@@ -9,7 +9,7 @@ from skyrl_tinker.protocol.validation.key_limits import NAMES, KeyLimits
 from skyrl_tinker.store import api_keys
 from skyrl_tinker.store.api_keys import KeyRow
 from skyrl_tinker.store.database.rows import values_of
-from skyrl_tinker.store.reports.owner_totals import NOTHING, totals_by_owner
+from skyrl_tinker.store.reports.holdings import NOTHING, totals_by_owner
 
 
 def require_admin(caller: Caller, *, keyless: bool = False) -> None:

@@ -15,6 +15,7 @@ from skyrl_tinker.domain.ids import RequestKind
 from skyrl_tinker.domain.values import Failure
 from skyrl_tinker.errors import TooLargeError, UserError
 from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf.json_passes import ForwardBackwardJson, ForwardJson
 from skyrl_tinker.protocol.protobuf.pass_requests import RawForwardBackward
 from skyrl_tinker.protocol.schemas.base import parse
 from skyrl_tinker.protocol.schemas.futures import AcceptedFuture
@@ -30,9 +31,10 @@ router = APIRouter(tags=["training"], route_class=FastRoute)
 
 
 @router.post(
-    "/forward_backward", **takes_pass("A pass over data, with gradients or `forward_only`", forward=False)
+    "/forward_backward",
+    **takes_pass("A pass over data, with gradients or `forward_only`", ForwardBackwardJson),
 )
-@router.post("/forward", **takes_pass("A pass without gradients, as SDKs up to 0.24 send it", forward=True))
+@router.post("/forward", **takes_pass("A pass without gradients, as SDKs up to 0.24 send it", ForwardJson))
 async def forward_backward(request: Request, deps: Deps) -> AcceptedFuture:
     size = int(request.headers["content-length"])  # set by the middleware
     async with deps.gate if size > OFF_LOOP_BYTES else nullcontext():

@@ -6,10 +6,11 @@ import numpy as np
 
 from skyrl_tinker.domain.loss_specs import CUSTOM, LossSpec
 from skyrl_tinker.domain.values import Datum, Int32, Number, ProvenanceSpan
-from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import Array, as_array, as_float32, as_int64, read_tensor
 from skyrl_tinker.protocol.schemas.base import shorten
+from skyrl_tinker.protocol.schemas.sampling import require_text
 
 TARGETS = "target_tokens"
 
@@ -51,12 +52,7 @@ def read_datum(datum: pb.Datum, spec: LossSpec, where: str, *, input_spans: bool
 def text_tokens(datum: pb.Datum, where: str) -> Int32:
     """Join all encoded_text chunks: [N]. Raises NotSupportedError for other chunks."""
     for position, chunk in enumerate(datum.model_input):
-        if chunk.WhichOneof("chunk") != "encoded_text":
-            kind = chunk.WhichOneof("chunk") or "empty"
-            raise NotSupportedError(
-                f"{where}: model_input chunk {position} is of kind {kind}, expected encoded_text: "
-                "images and audio are not supported yet"
-            )
+        require_text(chunk.WhichOneof("chunk") or "empty", f"{where}: model_input chunk {position}")
     joined = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
     return as_array(joined, np.dtype("<i4"), f"{where}: model_input")
 

@@ -110,12 +110,17 @@ def _densified(tensor: pb.Tensor, field: str) -> Array:
     values = as_array(tensor.sparse_csr.values, _dtype(tensor, field), f"{field} values")
     crow = as_array(tensor.sparse_csr.crow_indices, _INT64, f"{field} crow_indices")
     col = as_array(tensor.sparse_csr.col_indices, _INT64, f"{field} col_indices")
-    _check_crow(crow, rows, len(values), field)
-    row = np.repeat(np.arange(rows), np.diff(crow))
-    _check_col(col, row, columns, field)
     dense = np.zeros((rows, columns), values.dtype)
-    dense[row, col] = values
+    dense[rows_of(crow, col, (rows, columns), len(values), field), col] = values
     return dense
+
+
+def rows_of(crow: Int64, col: Int64, shape: tuple[int, int], count: int, field: str) -> Int64:
+    """Return the row of each of the `count` values of a CSR matrix. Raises UserError for wrong indices."""
+    _check_crow(crow, shape[0], count, field)
+    row = np.repeat(np.arange(shape[0]), np.diff(crow))
+    _check_col(col, row, shape[1], field)
+    return row
 
 
 def _check_crow(crow: Int64, rows: int, count: int, field: str) -> None:

@@ -1,10 +1,14 @@
 """Base of all messages, and types of their fields."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain, repeat
+from types import NoneType
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 from pydantic import (
     AfterValidator,
@@ -12,9 +16,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     Strict,
     StringConstraints,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -41,6 +47,38 @@ SessionSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
 """model_seq_id and sampling_session_seq_id: per session from 0."""
 SampleSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
 """Dedupe key of a sample; clones of a sampling client use numbers up to 1e18."""
+
+
+def _read_numbers(values: Any) -> npt.NDArray[Any]:
+    """Return [N]. Null becomes NaN, which validation refuses with its index."""
+    types = set(map(type, values)) if isinstance(values, list) else {object}
+    if not types <= {int, float, NoneType}:  # NumPy would read true among numbers as 1
+        raise ValueError("expected a flat list of numbers")
+    if NoneType in types:
+        values = [math.nan if value is None else value for value in values]
+    array = np.asarray(values)
+    if array.dtype.kind not in "iuf":
+        raise ValueError("expected numbers of at most 64 bits")
+    return array
+
+
+def as_integers(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return numbers as integers. Raises ValueError for others, and for those that floats cannot hold."""
+    if array.dtype.kind == "f" and (np.abs(array) < 2.0**53).all() and (np.floor(array) == array).all():
+        return array.astype(np.int64)
+    if array.dtype.kind != "i":
+        raise ValueError("expected a list of int64 numbers")
+    return array
+
+
+Numbers = Annotated[
+    Any, PlainValidator(_read_numbers), WithJsonSchema({"type": "array", "items": {"type": "number"}})
+]
+"""Numpy array [N] of a request, of any dtype."""
+Integers = Annotated[
+    Numbers, AfterValidator(as_integers), WithJsonSchema({"type": "array", "items": {"type": "integer"}})
+]
+"""Likewise, of int64."""
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -1,15 +1,27 @@
 """Sampling sessions and asample; parameters of samples and their rules, which OpenAI's clients have, too."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, model_validator
+import numpy.typing as npt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Strict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from skyrl_tinker.domain.samples import SEEDS
+from skyrl_tinker.errors import NotSupportedError, UserError
 from skyrl_tinker.protocol.schemas.base import (
     MAX_INT32,
+    Integers,
     Items,
     Message,
+    Numbers,
     SampleSeqId,
     SessionSeqId,
     StrictFloat,
@@ -18,6 +30,7 @@ from skyrl_tinker.protocol.schemas.base import (
     StrictRequest,
     Text,
     WideInt,
+    as_integers,
 )
 
 MAX_STOPS = 1024
@@ -83,11 +96,26 @@ class Chunk(StrictMessage):
         """Infer the `type`, which SDKs up to 0.16 do not send, from the keys."""
         if not isinstance(chunk, dict):
             return chunk
-        kind = chunk_type(chunk)
+        kind = _kind(chunk)
         return {**chunk, "type": kind} if kind == TEXT else {"type": kind}
 
+    def text(self, where: str) -> list[int]:
+        """Return the tokens. Raises NotSupportedError for another kind, UserError if there are none."""
+        require_text(self.type, where)
+        if self.tokens is None:
+            raise UserError(f"{where} has no tokens")
+        return self.tokens
 
-def chunk_type(chunk: Mapping[str, Any]) -> str:
+
+def require_text(kind: str, where: str) -> None:
+    """Raise NotSupportedError for another kind of chunk."""
+    if kind != TEXT:
+        raise NotSupportedError(
+            f"{where} is of kind {kind}, expected {TEXT}: images and audio are not supported yet"
+        )
+
+
+def _kind(chunk: Mapping[str, Any]) -> str:
     """Return the kind of a JSON chunk, also of one without a `type`."""
     if chunk.get("type") is not None:
         return str(chunk["type"])
@@ -120,13 +148,18 @@ class WireSamplingParams(StrictMessage):
 
 
 class TensorJson(StrictMessage):
-    """Tensor of integers. With `sparse_crow_indices` it is CSR: `data` are the listed cells."""
+    """Tensor [N] or [N, K]. With sparse indices it is CSR: `data` are the listed cells."""
 
-    data: Items[StrictInt]
-    dtype: str
-    shape: Items[StrictInt] | None = None
-    sparse_crow_indices: Items[StrictInt] | None = None
-    sparse_col_indices: Items[StrictInt] | None = None
+    dtype: Literal["float32", "int64"]
+    data: Numbers
+    shape: Integers | None = None
+    sparse_crow_indices: Integers | None = None
+    sparse_col_indices: Integers | None = None
+
+    @field_validator("data")
+    @classmethod
+    def _fit_dtype(cls, data: npt.NDArray[Any], info: ValidationInfo) -> npt.NDArray[Any]:
+        return as_integers(data) if info.data.get("dtype") == "int64" else data
 
 
 class AsampleRequest(StrictRequest):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from skyrl_tinker.domain.sampler_abilities import SamplerAbilities
 from skyrl_tinker.domain.samples import SampleRequest, SamplingParams
-from skyrl_tinker.errors import NotSupportedError, UserError
+from skyrl_tinker.errors import UserError
 from skyrl_tinker.protocol.schemas.base import shorten
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, ModelInput, WireSamplingParams, overflow
 from skyrl_tinker.protocol.validation.limits import Limits, check_ids
@@ -57,14 +57,7 @@ def _refuse_other_weights(request: AsampleRequest) -> None:
 def _prompt(prompt: ModelInput, vocab_size: int) -> tuple[int, ...]:
     tokens: list[int] = []
     for index, chunk in enumerate(prompt.chunks):
-        if chunk.type != "encoded_text":
-            raise NotSupportedError(
-                f"prompt chunk {index} is of kind {chunk.type}, expected encoded_text: "
-                "images and audio are not supported yet"
-            )
-        if chunk.tokens is None:
-            raise UserError(f"prompt chunk {index} has no tokens")
-        tokens.extend(chunk.tokens)
+        tokens.extend(chunk.text(f"prompt chunk {index}"))
     if not tokens:
         raise UserError("prompt is empty, expected at least one token")
     check_ids(tokens, "prompt", vocab_size)

@@ -1,10 +1,11 @@
 """Scores that an asample may request: those of the prompt, and the likeliest tokens."""
 
-from itertools import pairwise
+import numpy as np
 
 from skyrl_tinker.domain.samples import SampleRequest, TargetTokens
 from skyrl_tinker.errors import UserError
-from skyrl_tinker.protocol.schemas.base import MAX_INT64, shorten
+from skyrl_tinker.protocol.protobuf.tensors import rows_of
+from skyrl_tinker.protocol.schemas.base import shorten
 from skyrl_tinker.protocol.schemas.sampling import AsampleRequest, TensorJson
 from skyrl_tinker.protocol.validation.limits import Limits, check_ids
 
@@ -75,30 +76,29 @@ def _check_last_n(request: AsampleRequest, prompt: int) -> None:
 def read_targets(tensor: TensorJson, prompt: int, limits: Limits) -> TargetTokens:
     """Read an int64 tensor [prompt - 1, K] with at least one token id, or raise UserError."""
     if tensor.dtype != "int64":
-        raise UserError(f"{_TARGETS}.dtype is {shorten(tensor.dtype)}, expected 'int64'")
+        raise UserError(f"{_TARGETS}.dtype is {tensor.dtype!r}, expected 'int64'")
     rows, width = _shape(tensor, prompt)
-    check_ids(tensor.data, f"{_TARGETS}.data", limits.vocab_size, lowest=-1)
-    if max(tensor.data, default=-1) < 0:
+    tokens = tuple(tensor.data.tolist())
+    check_ids(tokens, f"{_TARGETS}.data", limits.vocab_size, lowest=-1)
+    if max(tokens, default=-1) < 0:
         raise UserError(f"{_TARGETS} names no token: found only -1, expected at least one token id")
     if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
-        return _sparse(tensor, rows, width)
-    if len(tensor.data) != rows * width:
+        return _sparse(tensor, tokens, rows, width)
+    if len(tokens) != rows * width:
         raise UserError(
-            f"{_TARGETS} has {len(tensor.data)} values, expected {rows * width} (its shape [{rows}, {width}])"
+            f"{_TARGETS} has {len(tokens)} values, expected {rows * width} (its shape [{rows}, {width}])"
         )
     _check_target_cells(rows, width)
-    return TargetTokens((rows, width), tuple(tensor.data))
+    return TargetTokens((rows, width), tokens)
 
 
 def _shape(tensor: TensorJson, prompt: int) -> tuple[int, int]:
-    shape = tensor.shape or []
-    if len(shape) != 2 or shape[0] != prompt - 1 or shape[1] < 1:
+    shape = None if tensor.shape is None else tensor.shape.tolist()
+    if shape is None or len(shape) != 2 or shape[0] != prompt - 1 or shape[1] < 1:
         raise UserError(
-            f"{_TARGETS}.shape is {shorten(tensor.shape)}, expected [{prompt - 1}, K]: a row per prompt "
+            f"{_TARGETS}.shape is {shorten(shape)}, expected [{prompt - 1}, K]: a row per prompt "
             "token after the first, and K of at least 1"
         )
-    if shape[1] > MAX_INT64:  # possible in CSR, whose rows list few of their cells
-        raise UserError(f"{_TARGETS}.shape is {shorten(tensor.shape)}, expected int64 numbers")
     return shape[0], shape[1]
 
 
@@ -110,26 +110,9 @@ def _check_target_cells(rows: int, width: int) -> None:
         raise UserError(f"{_TARGETS}: {rows} rows x {width} = {rows * width}, expected at most {MAX_CELLS}")
 
 
-def _sparse(tensor: TensorJson, rows: int, width: int) -> TargetTokens:
-    crow, col = tensor.sparse_crow_indices or [], tensor.sparse_col_indices or []
-    count = len(tensor.data)
-    if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != count or crow != sorted(crow):
-        raise UserError(
-            f"{_TARGETS}.sparse_crow_indices: found {len(crow)} values, "
-            f"expected {rows + 1} that rise from 0 to {count} (the number of values)"
-        )
-    if len(col) != count:
-        raise UserError(f"{_TARGETS}.sparse_col_indices has {len(col)} values, expected {count}")
-    for row, (start, end) in enumerate(pairwise(crow)):
-        columns = col[start:end]
-        if columns and not _rising(columns, width):
-            raise UserError(
-                f"{_TARGETS}.sparse_col_indices: row {row} has {columns[:8]}, "
-                f"expected rising numbers in [0, {width})"
-            )
-    _check_target_cells(rows, max(end - start for start, end in pairwise(crow)))
-    return TargetTokens((rows, width), tuple(tensor.data), tuple(crow), tuple(col))
-
-
-def _rising(columns: list[int], width: int) -> bool:
-    return columns[0] >= 0 and columns[-1] < width and all(a < b for a, b in pairwise(columns))
+def _sparse(tensor: TensorJson, tokens: tuple[int, ...], rows: int, width: int) -> TargetTokens:
+    given = tensor.sparse_crow_indices, tensor.sparse_col_indices
+    crow, col = (np.empty(0, np.int64) if indices is None else indices for indices in given)
+    rows_of(crow, col, (rows, width), len(tokens), _TARGETS)
+    _check_target_cells(rows, int(np.diff(crow).max()))
+    return TargetTokens((rows, width), tokens, tuple(crow.tolist()), tuple(col.tolist()))

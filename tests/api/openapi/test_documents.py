@@ -9,9 +9,10 @@ import pytest
 from fastapi.routing import APIRoute
 
 from skyrl_tinker.api.openapi.documents import TAGS
-from skyrl_tinker.api.openapi.examples import EXAMPLES, FORWARD_PASS, PASS
+from skyrl_tinker.api.openapi.examples import EXAMPLES
 from skyrl_tinker.protocol.custom_loss import check_custom_loss
 from skyrl_tinker.protocol.protobuf import pass_requests
+from skyrl_tinker.protocol.protobuf.json_passes import ForwardBackwardJson, ForwardJson
 from skyrl_tinker.protocol.schemas.base import Message, parse
 from skyrl_tinker.protocol.schemas.losses import CreateCustomLossRequest
 from skyrl_tinker.protocol.validation.limits import Limits
@@ -79,10 +80,10 @@ def test_every_example_is_a_message(model: type[Message]) -> None:
         check_custom_loss(parsed)
 
 
-@pytest.mark.parametrize("example", [PASS, FORWARD_PASS])
-def test_the_examples_of_passes_pass(example: dict[str, Any]) -> None:
+@pytest.mark.parametrize("model", [ForwardBackwardJson, ForwardJson])
+def test_the_examples_of_passes_pass(model: type[Message]) -> None:
     limits = Limits("tiny", vocab_size=151936, context_length=4096, max_datums=1, max_lora_rank=64)
-    validate_forward_backward(pass_requests.decode_forward_backward_json(example), limits)
+    validate_forward_backward(pass_requests.decode_forward_backward_json(EXAMPLES[model]), limits)
 
 
 async def test_an_example_works_as_it_stands_but_for_its_ids(world: World) -> None:

@@ -14,6 +14,7 @@ from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.sampling import validate_sample
 
 LIMITS = Limits("tiny", vocab_size=10, context_length=4000, max_datums=3, max_lora_rank=8)
+TARGETS = "target_prompt_logprobs"
 
 
 def validate(prompt: int = 4, max_tokens: int = 1, samples: int = 1, **fields: Any) -> SampleRequest:
@@ -113,7 +114,8 @@ def test_widths_out_of_bounds_are_named(fields: dict[str, Any], message: str) ->
     ("targets", "message"),
     [
         ({"data": []}, "target_prompt_logprobs.dtype is missing"),
-        ({**tensor([1.0] * 3, [3, 1]), "dtype": "float32"}, r"target_prompt_logprobs.data.0: .*found 1.0"),
+        (tensor([0.5] * 3, [3, 1]), r"target_prompt_logprobs.data: expected .*int64 .*, found \[0.5, 0.5"),
+        ({**tensor([1.0] * 3, [3, 1]), "dtype": "float32"}, "dtype is 'float32', expected 'int64'"),
         ({**tensor([1] * 3, [3, 1]), "dtype": "float32"}, "dtype is 'float32', expected 'int64'"),
         ({"data": [1] * 3, "dtype": "int64"}, r"shape is None, expected \[3, K\]"),
         (tensor([1] * 3, [3]), r"shape is \[3\], expected \[3, K\]"),
@@ -123,16 +125,16 @@ def test_widths_out_of_bounds_are_named(fields: dict[str, Any], message: str) ->
         (tensor([1, 2, 10], [3, 1]), r"target_prompt_logprobs.data\[2\] is 10, expected .*\[-1, 10\)"),
         (tensor([1, -2, 1], [3, 1]), r"target_prompt_logprobs.data\[1\] is -2"),
         (tensor([-1] * 3, [3, 1]), "names no token: found only -1, expected at least one"),
-        (sparse([1], [0, 1], [0], [3, 1]), "sparse_crow_indices: found 2 values, expected 4 that rise"),
-        (sparse([1], [0, 2, 1, 1], [0], [3, 1]), "sparse_crow_indices: .*rise from 0 to 1"),
-        (sparse([1], [0, 1, 1, 1], [], [3, 1]), "sparse_col_indices has 0 values, expected 1"),
+        (sparse([1], [0, 1], [0], [3, 1]), f"{TARGETS} crow_indices: found 2 numbers, expected 4 that rise"),
+        (sparse([1], [0, 2, 1, 1], [0], [3, 1]), f"{TARGETS} crow_indices: .*rise from 0 to 1"),
+        (sparse([1], [0, 1, 1, 1], [], [3, 1]), f"{TARGETS} col_indices has 0 numbers, expected 1"),
         (
             sparse([1, 2], [0, 2, 2, 2], [1, 0], [3, 2]),
-            r"row 0 has \[1, 0\], expected rising numbers in \[0, 2\)",
+            r"col_indices\[1\] is 0, expected more than the column before it in its row",
         ),
-        (sparse([1], [0, 0, 0, 1], [2], [3, 2]), r"row 2 has \[2\]"),
-        (sparse([1], [0, 0, 0, 1], [2**63], [3, 2**63 + 1]), r"shape is .*, expected int64 numbers"),
-        (tensor([1], [3, 1], sparse_col_indices=[0]), "sparse_crow_indices: found 0 values"),
+        (sparse([1], [0, 0, 0, 1], [2], [3, 2]), r"col_indices\[0\] is 2, expected a column in \[0, 2\)"),
+        (sparse([1], [0, 0, 0, 1], [2**63], [3, 2**63 + 1]), "shape: expected .*int64 numbers, found"),
+        (tensor([1], [3, 1], sparse_col_indices=[0]), "crow_indices: found 0 numbers"),
         (tensor([1] * 6000, [3, 2000]), "has 2000 tokens in a row, expected at most 1024"),
     ],
 )

@@ -32,7 +32,6 @@ from skyrl_tinker.protocol.stored_requests import (
 )
 from skyrl_tinker.protocol.validation.limits import Limits
 from skyrl_tinker.protocol.validation.models import validate_lora_config, validate_optimizer_config
-from skyrl_tinker.protocol.validation.scores import read_targets
 from skyrl_tinker.protocol.validation.steps import (
     validate_create_via_load,
     validate_load_weights,
@@ -380,7 +379,7 @@ def _refuse_pass(field: str, value: Any) -> None:
         lambda: validate_step_params(None, {"type": _LONG}),
         lambda: validate_optimizer_config({"type": _LONG}),
         lambda: validate_optimizer_config({"type": "dimuon", "version": _LONG}),
-        lambda: read_targets(TensorJson.model_construct(data=[], dtype="int64", shape=_LONG), 2, LIMITS),
+        lambda: parse(TensorJson, {"data": [], "dtype": "int64", "shape": _LONG}),
         lambda: _refuse_pass("config", _LONG),
         lambda: _refuse_pass("dtype", _LONG),
     ],
