@@ -253,8 +253,11 @@ class Metrics:
     def _gauge(self, name: str, help_text: str, *labels: str) -> Callable[..., Gauge]:
         return cache(Gauge(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry).labels)
 
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> Callable[..., Histogram]:
-        return cache(Histogram(f"{_PREFIX}_{name}", help_text, labels, buckets=buckets, registry=self._registry).labels)
+    def _histogram(
+        self, name: str, help_text: str, buckets: Sequence[float], *labels: str
+    ) -> Callable[..., Histogram]:
+        made = Histogram(f"{_PREFIX}_{name}", help_text, labels, buckets=buckets, registry=self._registry)
+        return cache(made.labels)
 
 
 class Occupancy:
