@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -10,7 +11,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BLOCK_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
-_Labels = tuple[str, str, str]
 
 
 class _Histograms(MultiProcessCollector):
@@ -32,7 +32,7 @@ class ApiMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()  # gauges
         self._counts = CollectorRegistry()
-        self._requests = Histogram(
+        requests = Histogram(
             "skyrl_tinker_http_request_seconds",
             "From a request's head to the end of its answer, by route and class of the status. Of long polls "
             "(retrieve_future, retrieve_futures) it is the wait for a result",
@@ -40,7 +40,7 @@ class ApiMetrics:
             buckets=_REQUEST_S,
             registry=self._counts,
         )
-        self._by_labels: dict[_Labels, Histogram] = {}  # `labels` itself checks, formats and locks
+        self._requests = cache(requests.labels)  # which itself checks, formats and locks
         self._blocks = Histogram(
             "skyrl_tinker_api_loop_block_seconds",
             "Lateness of a task that sleeps for 10 ms each time: how long the API's event loop was "
@@ -53,11 +53,7 @@ class ApiMetrics:
 
     def requested(self, method: str, route: str, status: str, seconds: float) -> None:
         """Count a request. Labels must come from closed sets."""
-        labels = method, route, status
-        histogram = self._by_labels.get(labels)
-        if histogram is None:
-            histogram = self._by_labels[labels] = self._requests.labels(*labels)
-        histogram.observe(seconds)
+        self._requests(method, route, status).observe(seconds)
 
     def blocked(self, seconds: float) -> None:
         """Count a wake-up of the event loop that was so late."""

@@ -31,6 +31,7 @@ from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.processes import (
+    CROWD_OBJECTS,
     die_with_parent,
     freeze_gc,
     raise_open_files_limit,
@@ -146,7 +147,7 @@ async def run(
         try:
             bases = await read_bases(store, bell)
             app = create_app(settings, store, bases, bell)
-            freeze_gc()
+            freeze_gc(CROWD_OBJECTS)
             await ApiServer(app, listens).serve([listener])
         finally:
             await store.close()  # its last commits ring

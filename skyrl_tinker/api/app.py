@@ -134,7 +134,7 @@ def make_app(settings: Settings) -> FastAPI:
     app.mount(pages.DOCS_ASSETS_URL, pages.docs_assets())
     app.mount(pages.PAGES_URL, pages.pages())
     app.routes.extend(_routes())
-    app.add_middleware(FastPaths)
+    app.add_middleware(FastPaths, routes=app.routes)
     app.add_middleware(
         BodyLimitMiddleware,
         limits=BodyLimits(

@@ -4,13 +4,14 @@ FastAPI's own work per request (matching routes one by one, resolving dependenci
 stacks) costs more than everything that the API does for these.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_tinker.api import error_responses
@@ -44,18 +45,16 @@ def _response(answer: Response | BaseModel) -> Response:
 
 
 class FastPaths:
-    """ASGI layer that calls endpoints of FastRoutes by path; the router finds each of them the first time."""
+    """ASGI layer that calls endpoints of FastRoutes by path."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
-        self._endpoints: dict[str, Callable[..., Any]] = {}
+        self._endpoints = {each.path: each.endpoint for each in routes if isinstance(each, FastRoute)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
         if endpoint is None or scope["method"] != "POST":
             await self._app(scope, receive, send)
-            if isinstance(route := scope.get("route"), FastRoute):
-                self._endpoints[scope["path"]] = route.endpoint
             return
         request = _FastRequest(scope, receive)
         try:

@@ -34,12 +34,9 @@ class SampleCall:
 
     async def execute(self, request: SampleRequest) -> SampleOutput:
         """Sample, at most MAX_SEQUENCES concurrently. Raises errors of DataPlane.sample and of the lease."""
-        return replace(await self._execute(request), replicas=tuple(sorted(self.replicas)))
-
-    async def _execute(self, request: SampleRequest) -> SampleOutput:
         parts = split(request, context=self.context, most=self.data.most_sequences)
         if len(parts) == 1:
-            return join(request, [await self._in_order(parts[0])])
+            return join(request, [await self._in_order(parts[0])], self.replicas)
         at_once = asyncio.Semaphore(MAX_SEQUENCES // max(part.num_samples for part in parts))
 
         async def complete(part: SampleRequest) -> SamplerResponse:
@@ -48,7 +45,7 @@ class SampleCall:
 
         tasks = [asyncio.create_task(complete(part)) for part in parts]
         try:
-            return join(request, await asyncio.gather(*tasks))
+            return join(request, await asyncio.gather(*tasks), self.replicas)
         finally:  # one part's error ends the others before all are tried again
             for task in tasks:
                 task.cancel()

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -39,7 +40,7 @@ class OwnerMetrics:
     Each owner costs a series per kind of request, and Prometheus keeps the series of deleted keys.
     """
 
-    def __init__(self, counter: Callable[..., Counter], name: OwnerName | None) -> None:
+    def __init__(self, counter: Callable[..., Callable[..., Counter]], name: OwnerName | None) -> None:
         """`counter`: (name, help, labels) -> counter.
 
         Counts nothing if `name` is None: names and activities of owners are not public.
@@ -61,15 +62,15 @@ class OwnerMetrics:
 
     def answered(self, owner: OwnerId | None, kind: str) -> None:
         if self._name is not None:
-            self._requests.labels(self._label(owner), kind).inc()
+            self._requests(self._label(owner), kind).inc()
 
     def trained(self, owner: OwnerId | None, tokens: int) -> None:
         if self._name is not None:
-            self._trained.labels(self._label(owner)).inc(tokens)
+            self._trained(self._label(owner)).inc(tokens)
 
     def sampled(self, owner: OwnerId | None, tokens: int) -> None:
         if self._name is not None:
-            self._sampled.labels(self._label(owner)).inc(tokens)
+            self._sampled(self._label(owner)).inc(tokens)
 
     def _label(self, owner: OwnerId | None) -> str:
         return self._labels.get(owner, OTHERS)
@@ -85,7 +86,7 @@ class Metrics:
         """`owner_name`: for counters by owner; None: no such counters. `clock`: that of the times in rows."""
         self._clock = clock
         self._registry = CollectorRegistry()
-        self._watched: dict[str, Gauge] = {}  # by name
+        self._watched: dict[str, Callable[..., Gauge]] = {}  # by name
         self._pending: dict[int, QueuedRow] = {}  # by future id
         self._begun: set[int] = set()  # of those pending
         self._since = clock()
@@ -142,7 +143,7 @@ class Metrics:
         self.activity = ActivityLog(clock)
         self._kinds = self._gauge("requests_pending", "Requests accepted and not yet answered", "kind")
         for kind in RequestKind:
-            self._kinds.labels(kind)
+            self._kinds(kind)
 
     def text(self) -> bytes:
         """Return the exposition format; its content type is CONTENT_TYPE."""
@@ -152,11 +153,11 @@ class Metrics:
         """Register a gauge of one base model, whose value is read at each scrape."""
         if (gauge := self._watched.get(name)) is None:
             gauge = self._watched[name] = self._gauge(name, help_text, BASE)
-        gauge.labels(base_model).set_function(value)
+        gauge(base_model).set_function(value)
 
     def occupancy(self, base_model: str) -> "Occupancy":
         """Return the occupancy of the trainer of a base model, which is counted from 0."""
-        return Occupancy(self._busy.labels(base_model), self._waiting.labels(base_model))
+        return Occupancy(self._busy(base_model), self._waiting(base_model))
 
     # Requests of the journal
 
@@ -165,7 +166,7 @@ class Metrics:
         for row in rows:
             if row.status is FutureStatus.PENDING:
                 if row.id not in self._pending:
-                    self._kinds.labels(row.kind).inc()
+                    self._kinds(row.kind).inc()
                 self._pending[row.id] = row
             elif row.id > self._last_refused and row.created_at >= self._since:
                 self._last_refused = row.id
@@ -175,9 +176,9 @@ class Metrics:
         row = self._pending.pop(future_id, None)
         self._begun.discard(future_id)
         if row is not None:
-            self._kinds.labels(row.kind).dec()
+            self._kinds(row.kind).dec()
             self.counted(row.kind, outcome, row.owner_id)
-            self._latency.labels(row.kind).observe(max(0.0, self._clock() - row.created_at))
+            self._latency(row.kind).observe(max(0.0, self._clock() - row.created_at))
 
     def pending(self) -> Iterator[QueuedRow]:
         """Iterate over the requests without a result, the oldest first."""
@@ -185,7 +186,7 @@ class Metrics:
 
     def counted(self, kind: str, outcome: OutcomeLabel, owner: OwnerId | None) -> None:
         """Count one request, of the journal or not."""
-        self._requests.labels(kind, outcome).inc()
+        self._requests(kind, outcome).inc()
         self.owners.answered(owner, kind)
 
     # Work
@@ -198,12 +199,12 @@ class Metrics:
                 self.waited(row.kind, at - row.created_at)
 
     def waited(self, kind: str, seconds: float) -> None:
-        self._waits.labels(kind).observe(max(0.0, seconds))
+        self._waits(kind).observe(max(0.0, seconds))
 
     def unit(self, base_model: str, rows: Sequence[QueuedRow], began_at: float, worked_s: float) -> None:
         """Record a unit that has just ended, on which the trainer of a base model worked for `worked_s`."""
         kind = PASS if rows[0].kind in PASSES else rows[0].kind
-        self._unit_seconds.labels(base_model, kind).observe(worked_s)
+        self._unit_seconds(base_model, kind).observe(worked_s)
         self.activity.unit(base_model, rows, began_at)
 
     def passed(
@@ -213,47 +214,50 @@ class Metrics:
         sizes = [
             sum(map(len, output.logprobs)) if isinstance(output, PassOutput) else 0 for output in outputs
         ]
-        self._unit_rows.labels(base_model).observe(len(rows))
-        self._unit_tokens.labels(base_model).observe(sum(sizes))
+        self._unit_rows(base_model).observe(len(rows))
+        self._unit_tokens(base_model).observe(sum(sizes))
         self.trained_meter.add(sum(sizes))
         for row, size in zip(rows, sizes, strict=True):
-            self._trained.labels(base_model, row.kind).inc(size)
+            self._trained(base_model, row.kind).inc(size)
             self.owners.trained(row.owner_id, size)
 
     def sampled(self, base_model: str, count: int, owner: OwnerId | None) -> None:
-        self._sampled.labels(base_model).inc(count)
+        self._sampled(base_model).inc(count)
         self.sampled_meter.add(count)
         self.owners.sampled(owner, count)
 
     def synced(self, base_model: str, version: str, seconds: float, paused_s: float) -> None:
         """Count one sync of full parameters, which has just ended."""
-        self._sync.labels(base_model).observe(seconds)
-        self._pause.labels(base_model).observe(paused_s)
+        self._sync(base_model).observe(seconds)
+        self._pause(base_model).observe(paused_s)
         self.activity.sync(base_model, version, seconds, paused_s)
 
     def published(
         self, base_model: str, weights: Literal["lora", "full"], future_id: int, seconds: float
     ) -> None:
         """Count weights that have been loaded by the samplers; `future_id`: of the save."""
-        self._publish.labels(base_model, weights).observe(seconds)
+        self._publish(base_model, weights).observe(seconds)
         self.activity.publish(weights, future_id, seconds)
 
     def compared(self, base_model: str, gap: float) -> None:
-        self._gap.labels(base_model).set(gap)
+        self._gap(base_model).set(gap)
         if not math.isnan(gap):  # NaN would make the sum NaN for good
-            self._gaps.labels(base_model).observe(gap)
+            self._gaps(base_model).observe(gap)
         if math.isnan(gap) or gap >= self._largest_gaps.get(base_model, 0.0):
             self._largest_gaps[base_model] = gap
-            self._gap_max.labels(base_model).set(gap)
+            self._gap_max(base_model).set(gap)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Callable[..., Counter]:
+        return cache(Counter(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry).labels)
 
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry)
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Callable[..., Gauge]:
+        return cache(Gauge(f"{_PREFIX}_{name}", help_text, labels, registry=self._registry).labels)
 
-    def _histogram(self, name: str, help_text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"{_PREFIX}_{name}", help_text, labels, buckets=buckets, registry=self._registry)
+    def _histogram(
+        self, name: str, help_text: str, buckets: Sequence[float], *labels: str
+    ) -> Callable[..., Histogram]:
+        made = Histogram(f"{_PREFIX}_{name}", help_text, labels, buckets=buckets, registry=self._registry)
+        return cache(made.labels)
 
 
 class Occupancy:

@@ -185,7 +185,9 @@ def _ends_in_stop(generated: str, stops: tuple[str, ...]) -> bool:
     return any(generated.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))
 
 
-def join(request: SampleRequest, responses: Sequence[SamplerResponse]) -> SampleOutput:
+def join(
+    request: SampleRequest, responses: Sequence[SamplerResponse], replicas: Iterable[str]
+) -> SampleOutput:
     """Join the responses to the parts of `request`; the first has the prompt's scores."""
     first, sequences = responses[0], [sequence for part in responses for sequence in part.sequences]
     copies = request.num_samples // request.sequences
@@ -200,6 +202,7 @@ def join(request: SampleRequest, responses: Sequence[SamplerResponse]) -> Sample
         first.topk_prompt_logprobs,
         TargetLogprobs(targets, scores.targets) if targets is not None else None,
         draws,
+        tuple(sorted(replicas)),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from uuid import uuid4
+from secrets import token_hex
 
 
 @dataclass(eq=False)
@@ -15,7 +15,7 @@ class Attempt:
 
     tag: str | None = None
     model: str | None = None
-    id: str = field(default_factory=lambda: uuid4().hex)
+    id: str = field(default_factory=lambda: token_hex(16))
     switched: bool = False
 
 

@@ -39,6 +39,8 @@ def split(request: SampleRequest, *, context: int, most: int = MAX_SEQUENCES) ->
         fit = 1 if scores_prompt(part) else most_of_part
         seed = _seed(request.params, start)
         size = min(count - start, fit, SEEDS if seed is None else SEEDS - seed)
+        if size == request.num_samples:  # as nearly always
+            return [request]
         parts.append(replace(part, num_samples=size, params=replace(request.params, seed=seed)))
         start += size
     return parts

@@ -42,6 +42,12 @@ def test_an_absent_seed_stays_unset() -> None:
     assert "seed" not in params
 
 
+def test_what_one_answer_holds_is_requested_as_it_is() -> None:
+    request = ask((5,), num_samples=5, seed=7)
+    (part,) = split(request, context=100)
+    assert part is request
+
+
 def test_seeds_that_wrap_around_are_two_requests() -> None:
     parts = split(ask((5,), num_samples=5, seed=(1 << 63) - 2), context=100)
     assert [(part.params.seed, part.num_samples) for part in parts] == [((1 << 63) - 2, 2), (0, 3)]
