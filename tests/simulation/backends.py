@@ -169,7 +169,7 @@ class Ranks(ScriptedTrainer):
         point("before a call of the ranks")
         if fault("the ranks die"):
             self._break("killed before a call")
-        if fault("the ranks stand still"):
+        if self.broken is None and fault("the ranks stand still"):  # those that have ended cannot
             self._standing = asyncio.get_running_loop().create_future()
             await self._standing
         await super()._tell(what, value)
