@@ -121,7 +121,8 @@ async def test_an_old_pass_that_cannot_be_a_protobuf_takes_its_seq_id(world: Wor
     model = await world.model()
     wrong = old_json(model, 1)
     wrong["forward_backward_input"]["data"] = [{"model_input": 3}]
-    assert "datum 0" in await world.failure((await world.ok("forward_backward", wrong))["request_id"])
+    told = await world.failure((await world.ok("forward_backward", wrong))["request_id"])
+    assert "forward_backward_input.data.0.model_input: expected an object, found 3" in told
     await world.ok("forward_backward", old_json(model, 2))
 
 

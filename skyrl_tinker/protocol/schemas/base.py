@@ -237,6 +237,8 @@ def _describe(item: Any) -> str:
         return f"{field} {item['msg']}"
     if item["type"] == "extra_forbidden":
         return f"{field} is not supported"
+    if item["type"] == "model_type":  # pydantic's words name the class
+        return f"{field}: expected an object, found {shorten(item['input'])}"
     if item["type"] == "value_error":  # our own words
         return f"{field}: {item['msg'].removeprefix('Value error, ')}, found {shorten(item['input'])}"
     return f"{field}: {item['msg']}, found {shorten(item['input'])}"
