@@ -31,7 +31,6 @@ from skyrl_tinker.store.cluster.notify_bell import bind_doorbell
 from skyrl_tinker.store.doorbell import Doorbell
 from skyrl_tinker.store.store import Store
 from skyrl_tinker.system.processes import (
-    CROWD_OBJECTS,
     die_with_parent,
     freeze_gc,
     raise_open_files_limit,
@@ -147,7 +146,7 @@ async def run(
         try:
             bases = await read_bases(store, bell)
             app = create_app(settings, store, bases, bell)
-            freeze_gc(CROWD_OBJECTS)
+            freeze_gc()
             await ApiServer(app, listens).serve([listener])
         finally:
             await store.close()  # its last commits ring

@@ -16,7 +16,7 @@ from skyrl_tinker.engine.ray_cluster import RayCluster
 from skyrl_tinker.engine.start_up import StartUp, read_bases
 from skyrl_tinker.errors import SkyrlTinkerError, root_cause
 from skyrl_tinker.store import server_state
-from skyrl_tinker.system.processes import CROWD_OBJECTS, freeze_gc, reap_orphans
+from skyrl_tinker.system.processes import freeze_gc, reap_orphans
 
 PING_S = 2.0
 STOP_S = 4.0
@@ -75,7 +75,7 @@ class Engine:
         await parts.http_server.start()
         put = partial(server_state.put, key=server_state.ENGINE_ADDRESS, value=parts.http_server.address)
         await persistently(self._env.store.write, put)
-        freeze_gc(CROWD_OBJECTS)
+        freeze_gc()
         return await parts.training.resume()
 
     async def _report_failure(self, error: BaseException, stop: asyncio.Event) -> None:

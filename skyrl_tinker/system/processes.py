@@ -26,7 +26,7 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
-YOUNG_OBJECTS, CROWD_OBJECTS = 20_000, 50_000
+YOUNG_OBJECTS = 50_000
 """New objects after which they are collected: 512 samples in progress have 20,000 to 40,000."""
 _SAME_START_S = 1.0  # create times are rounded and move with the wall clock
 _ONE_HEAP = {-8: 1, -3: 1 << 20, -1: 1 << 20}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
@@ -127,7 +127,7 @@ def gc_paused() -> Iterator[None]:
         gc.enable()
 
 
-def freeze_gc(young_objects: int = YOUNG_OBJECTS) -> None:
+def freeze_gc() -> None:
     """Exempt all objects from garbage collection; call it once imports, schemas and statements are loaded.
 
     The collector would traverse them again and again, which took up to 40 % of the time of a sample
@@ -135,7 +135,7 @@ def freeze_gc(young_objects: int = YOUNG_OBJECTS) -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(young_objects, 20, 20)
+    gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
 
 def listens(pid: int, port: int) -> bool:

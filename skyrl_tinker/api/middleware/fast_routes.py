@@ -49,7 +49,8 @@ class FastPaths:
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
-        self._endpoints = {each.path: each.endpoint for each in routes if isinstance(each, FastRoute)}
+        fast = (each for each in routes if isinstance(each, FastRoute) and "POST" in each.methods)
+        self._endpoints = {each.path: each.endpoint for each in fast}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None

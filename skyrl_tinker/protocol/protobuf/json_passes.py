@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from skyrl_tinker.protocol.protobuf.pb import skyrl_tinker_wire_pb2 as pb
 from skyrl_tinker.protocol.protobuf.tensors import refuse_where
-from skyrl_tinker.protocol.schemas.base import Integers, Items, StrictFloat, StrictMessage, parse
+from skyrl_tinker.protocol.schemas.base import Integers, Items, StrictMessage, parse
 from skyrl_tinker.protocol.schemas.sampling import Chunk, TensorJson
 from skyrl_tinker.protocol.schemas.training import TrainingRequest
 
@@ -16,9 +16,18 @@ _DTYPES: Mapping[str, tuple[pb.DType, str]] = {
     "float32": (pb.DTYPE_FLOAT32, "<f4"),
     "int64": (pb.DTYPE_INT64, "<i8"),
 }
+
+
+def _number_or_text(value: Any) -> float | str:
+    if isinstance(value, str):
+        return value
+    if type(value) not in (int, float):
+        raise ValueError("expected a number or a text")
+    return float(value)
+
+
 NumberOrText = Annotated[
-    Annotated[StrictFloat, Tag("number")] | Annotated[str, Tag("text")],
-    Discriminator(lambda value: "text" if isinstance(value, str) else "number"),
+    Any, PlainValidator(_number_or_text), WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
 ]
 
 

@@ -35,7 +35,9 @@ class RawForwardBackward:
 
     @classmethod
     def of(cls, message: pb.ForwardBackwardRequest, problem: UserError | None = None) -> Self:
-        return cls(message, message.SerializeToString(deterministic=True), problem)
+        # The problem afresh: its traceback and its cause would hold the body.
+        kept = problem and type(problem)(str(problem))
+        return cls(message, message.SerializeToString(deterministic=True), kept)
 
     @property
     def model_id(self) -> ModelId:
@@ -85,7 +87,7 @@ def decode_head(body: bytes, problem: UserError) -> RawForwardBackward | None:
     except UserError:
         return None
     message = pb.ForwardBackwardRequest(model_id=envelope.model_id, seq_id=envelope.seq_id)
-    return RawForwardBackward.of(message, problem.with_traceback(None))  # the traceback would hold the body
+    return RawForwardBackward.of(message, problem)
 
 
 def decode_forward_backward_json(payload: Mapping[str, Any]) -> RawForwardBackward:

@@ -111,12 +111,15 @@ def _densified(tensor: pb.Tensor, field: str) -> Array:
     crow = as_array(tensor.sparse_csr.crow_indices, _INT64, f"{field} crow_indices")
     col = as_array(tensor.sparse_csr.col_indices, _INT64, f"{field} col_indices")
     dense = np.zeros((rows, columns), values.dtype)
-    dense[rows_of(crow, col, (rows, columns), len(values), field), col] = values
+    dense[rows_of(crow, col, (rows, columns), len(values), f"{field} "), col] = values
     return dense
 
 
 def rows_of(crow: Int64, col: Int64, shape: tuple[int, int], count: int, field: str) -> Int64:
-    """Return the row of each of the `count` values of a CSR matrix. Raises UserError for wrong indices."""
+    """Return the row of each of the `count` values of a CSR matrix. Raises UserError for wrong indices.
+
+    `field`: beginning of their names.
+    """
     _check_crow(crow, shape[0], count, field)
     row = np.repeat(np.arange(shape[0]), np.diff(crow))
     _check_col(col, row, shape[1], field)
@@ -127,7 +130,7 @@ def _check_crow(crow: Int64, rows: int, count: int, field: str) -> None:
     # Compared, not subtracted: differences of hostile int64 numbers wrap around.
     if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != count or (crow[1:] < crow[:-1]).any():
         raise UserError(
-            f"{field} crow_indices: found {len(crow)} numbers, "
+            f"{field}crow_indices: found {len(crow)} numbers, "
             f"expected {rows + 1} that rise from 0 to {count} (the number of values)"
         )
 
@@ -135,9 +138,9 @@ def _check_crow(crow: Int64, rows: int, count: int, field: str) -> None:
 def _check_col(col: Int64, row: Int64, columns: int, field: str) -> None:
     """Raise UserError for a wrong column. `row`: [values], the row of each value."""
     if len(col) != len(row):
-        raise UserError(f"{field} col_indices has {len(col)} numbers, expected {len(row)} (one per value)")
+        raise UserError(f"{field}col_indices has {len(col)} numbers, expected {len(row)} (one per value)")
     outside = (col < 0) | (col >= columns)
-    refuse_where(outside, col, f"{field} col_indices", f"a column in [0, {columns})")
+    refuse_where(outside, col, f"{field}col_indices", f"a column in [0, {columns})")
     falls = np.zeros(len(col), np.bool_)
     falls[1:] = (row[1:] == row[:-1]) & (col[1:] <= col[:-1])
-    refuse_where(falls, col, f"{field} col_indices", "more than the column before it in its row")
+    refuse_where(falls, col, f"{field}col_indices", "more than the column before it in its row")

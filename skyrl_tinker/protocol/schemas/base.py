@@ -49,11 +49,17 @@ SampleSeqId = Annotated[int, Strict(), Field(ge=0, le=MAX_INT64)]
 """Dedupe key of a sample; clones of a sampling client use numbers up to 1e18."""
 
 
+_NUMBERS = {int, float, NoneType}
+
+
 def _read_numbers(values: Any) -> npt.NDArray[Any]:
-    """Return [N]. Null becomes NaN, which validation refuses with its index."""
-    types = set(map(type, values)) if isinstance(values, list) else {object}
-    if not types <= {int, float, NoneType}:  # NumPy would read true among numbers as 1
+    """Return [N]. Null becomes NaN, which validation refuses where it is read."""
+    if not isinstance(values, list):
         raise ValueError("expected a flat list of numbers")
+    types = set(map(type, values))
+    if not types <= _NUMBERS:  # NumPy would read true among numbers as 1
+        at = next(at for at, value in enumerate(values) if type(value) not in _NUMBERS)
+        raise ValueError(f"item {at} is {shorten(values[at])}, expected a flat list of numbers")
     if NoneType in types:
         values = [math.nan if value is None else value for value in values]
     array = np.asarray(values)
@@ -64,7 +70,11 @@ def _read_numbers(values: Any) -> npt.NDArray[Any]:
 
 def as_integers(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return numbers as integers. Raises ValueError for others, and for those that floats cannot hold."""
-    if array.dtype.kind == "f" and (np.abs(array) < 2.0**53).all() and (np.floor(array) == array).all():
+    if array.dtype.kind == "f":
+        whole = (np.abs(array) < 2.0**53) & (np.floor(array) == array)
+        if not whole.all():
+            at = int(whole.argmin())
+            raise ValueError(f"item {at} is {array[at]}, expected a list of int64 numbers")
         return array.astype(np.int64)
     if array.dtype.kind != "i":
         raise ValueError("expected a list of int64 numbers")
@@ -230,7 +240,7 @@ def describe(problems: Sequence[Any]) -> str:
 
 
 def _describe(item: Any) -> str:
-    field = ".".join(str(part) for part in item["loc"]) or "body"
+    field = ".".join(map(_part, item["loc"])) or "body"
     if item["type"] == "missing":
         return f"{field} is missing"
     if item["type"] == _UNKNOWN_KEY:
@@ -242,6 +252,12 @@ def _describe(item: Any) -> str:
     if item["type"] == "value_error":  # our own words
         return f"{field}: {item['msg'].removeprefix('Value error, ')}, found {shorten(item['input'])}"
     return f"{field}: {item['msg']}, found {shorten(item['input'])}"
+
+
+def _part(part: str | int) -> str:
+    """Return a part of a field's path, of which clients choose some."""
+    plain = isinstance(part, int) or (len(part) <= _SHOWN and part.isprintable())
+    return str(part) if plain else shorten(part)
 
 
 def shorten(value: object) -> str:

@@ -27,7 +27,7 @@ class TrainingEnvelope(Message):
 
 
 class TrainingRequest(TrainingEnvelope, StrictRequest):
-    """Base of training requests other than passes."""
+    """Base of training requests."""
 
 
 class LoraConfig(StrictMessage):

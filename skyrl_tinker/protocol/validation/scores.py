@@ -113,6 +113,6 @@ def _check_target_cells(rows: int, width: int) -> None:
 def _sparse(tensor: TensorJson, tokens: tuple[int, ...], rows: int, width: int) -> TargetTokens:
     given = tensor.sparse_crow_indices, tensor.sparse_col_indices
     crow, col = (np.empty(0, np.int64) if indices is None else indices for indices in given)
-    rows_of(crow, col, (rows, width), len(tokens), _TARGETS)
+    rows_of(crow, col, (rows, width), len(tokens), f"{_TARGETS}.sparse_")
     _check_target_cells(rows, int(np.diff(crow).max()))
     return TargetTokens((rows, width), tokens, tuple(crow.tolist()), tuple(col.tolist()))

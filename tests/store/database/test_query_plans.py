@@ -221,7 +221,7 @@ async def test_heartbeats_of_finished_sessions_take_as_many_statements_as_one(st
 
 
 async def test_heartbeats_cost_the_same_however_many_sessions_are_live(store: Store) -> None:
-    """SQLite is quick to go through all that are live, along the index by which silent ones are found."""
+    """SQLite tends to go through all that are live, along the index by which silent ones are found."""
     beats: list[Beat] = [(None, await new_session(store)) for _ in range(30)]
     steps: list[int] = []
 
