@@ -35,7 +35,7 @@ class RawForwardBackward:
 
     @classmethod
     def of(cls, message: pb.ForwardBackwardRequest, problem: UserError | None = None) -> Self:
-        # The problem afresh: its traceback and its cause would hold the body.
+        # A new problem: its traceback and its cause would hold the body.
         kept = problem and type(problem)(str(problem))
         return cls(message, message.SerializeToString(deterministic=True), kept)
 
