@@ -363,7 +363,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(logging.Logger, "exception", _unforeseen)
     patch.setattr(engine, "_watch_ray", _no_watch)
     patch.setattr(CoreWatch, "wait_stuck", _never_stuck)
-    patch.setattr(engine, "freeze_gc", lambda _: None)
+    patch.setattr(engine, "freeze_gc", lambda: None)
     patch.setattr(loop_watch, "BEAT_S", 1e9)  # it measures the machine's clock
     patch.setattr(steps, "SWEEP_S", 10.0)
     patch.setattr(validation, "_TTL", (1, validation._TTL[1]))

@@ -80,9 +80,9 @@ async def test_seeds_wrap_around_at_63_bits(sampler: Sampler) -> None:
     prompt, last = prompt_of(6), (1 << 63) - 1
     wrapped = (await sampler("base", ask(prompt, num_samples=3, seed=last))).sequences
     zero = (await sampler("base", ask(prompt, num_samples=2, seed=0))).sequences
-    minus_one = (await sampler("base", ask(prompt, seed=-1))).sequences[0]
+    alone = (await sampler("base", ask(prompt, seed=last))).sequences[0]
     assert [sequence.tokens for sequence in wrapped[1:]] == [sequence.tokens for sequence in zero]
-    assert wrapped[0].tokens == minus_one.tokens
+    assert wrapped[0].tokens == alone.tokens
 
 
 async def test_without_a_seed_samples_differ(sampler: Sampler) -> None:
