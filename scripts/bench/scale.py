@@ -18,7 +18,8 @@ minutes.
 
 Prints, as its last line, one JSON object. take_us_N: choosing what begins after one sample of N sessions has
 ended; drop_us_N: taking out one whose client gave up; queues_ms_N: a look at the queue; plan_ms_N_models:
-planning a unit, the look ahead and the charge.
+planning a unit, the look ahead and the charge; plan_ms_N_uneven: where one model has a thousand requests and
+the others have one each.
 cleanup_ms_N: a run of all steps of the clean-up, with N unnamed versions of --models that are in use: as many
 as ephemeral.keep of each, and a quarter more.
 All five are medians of this process's time. heartbeats_cpu_N: cores that it takes to collect the heartbeats
@@ -131,6 +132,7 @@ SENT = RequestKind.FORWARD_BACKWARD, RequestKind.FORWARD, RequestKind.OPTIM_STEP
 VERSIONS = 32, 40
 """Of each model: as many as are kept in any case, and more."""
 IN_FLIGHT, TENANTS, TAKES, DROPS, PLANS, VIEWS = 256, 7, 400, 20, 40, 9
+FLOOD = 1000  # requests of one model
 CLIENTS = 16
 PROMPT, SAMPLED = 64, 16
 PER_CORE = 64
@@ -299,8 +301,11 @@ def take_us(sessions: int) -> tuple[float, float, float]:
     return 1e6 * statistics.median(takes), 1e6 * statistics.median(drops), 1e3 * statistics.median(views)
 
 
-def plan_ms(models: int) -> float:
-    """Return the milliseconds of a unit's planning, while as much comes as is taken."""
+def plan_ms(models: int, *, uneven: bool = False) -> float:
+    """Return the milliseconds of a unit's planning, while as much comes as is taken.
+
+    Each model has three waiting requests; `uneven`: one, but the first, which has FLOOD.
+    """
     lanes, pace, numbers = Lanes(), TrainerPace(), itertools.count()
     planner = Planner(lanes, PassBudget(8192, 1.0), pace.seconds)
     places = [enumerate(itertools.cycle(SENT)) for _ in range(models)]
@@ -311,7 +316,7 @@ def plan_ms(models: int) -> float:
 
     for model in range(models):
         lanes.open(ModelKey(model))
-    for model in [*range(models)] * 3:
+    for model in [*range(models), *[0] * FLOOD] if uneven else [*range(models)] * 3:
         send(model)
     times, ahead = [], None
     for _ in range(PLANS):
@@ -334,6 +339,7 @@ def queues(sessions: int, models: int) -> dict[str, float]:
         found[f"drop_us_{sessions // share}"] = round(dropped_us, 1)
         found[f"queues_ms_{sessions // share}"] = round(viewed_ms, 1)
         found[f"plan_ms_{models // share}_models"] = round(plan_ms(max(1, models // share)), 2)
+    found[f"plan_ms_{models}_uneven"] = round(plan_ms(models, uneven=True), 2)
     return found
 
 

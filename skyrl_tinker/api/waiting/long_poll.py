@@ -16,7 +16,8 @@ from skyrl_tinker.store.owners import reaches
 from skyrl_tinker.store.store import Store
 
 _FALLBACK_POLL_S = 1.0
-_SMALL_BYTES = 1 << 15  # of a result that is read on the loop, whether or not somebody waits for it here
+_SMALL_BYTES = 1 << 15  # of a result that is read on the loop
+_BESIDE_BYTES = 4096  # of one that is read with its announcement, though nobody may wait for it here
 _PAGE = 64  # results read at once
 _REMEMBERED = 4096
 _log = logging.getLogger(__name__)
@@ -70,12 +71,12 @@ class FutureWaiter:
     async def _announce_page(self) -> bool:
         """Return True if there may be more."""
         finished = await self._store.read(
-            lambda conn: outcomes.finished_after(conn, self._cursor, _SMALL_BYTES, _PAGE)
+            lambda conn: outcomes.finished_after(conn, self._cursor, _BESIDE_BYTES, _PAGE)
         )
         for cursor, outcome in finished:
             self._remember(outcome.request_id)
             if outcome.request_id in self._waiting:
-                complete = await self._with_body(outcome)
+                complete = await self._complete(outcome)
                 for wait in self._waiting.get(outcome.request_id, ()):
                     _answer(wait, complete)
             self._cursor = cursor
@@ -146,19 +147,23 @@ class FutureWaiter:
             timer.cancel()
 
     async def _read(self, request_id: RequestId, reach: Reach) -> Outcome | None:
-        outcome = await self._store.read(lambda conn: outcomes.find(conn, request_id, _SMALL_BYTES))
+        outcome = await self._find(request_id)
         if outcome is None or not reaches(reach, outcome.owner_id):
             return None
         if outcome.status is not FutureStatus.PENDING:  # its announcement is no longer remembered
             self._expected.pop(request_id, None)
-        return await self._with_body(outcome)
+        return outcome
 
-    async def _with_body(self, outcome: Outcome) -> Outcome:
+    async def _complete(self, announced: Outcome) -> Outcome:
+        """Return the outcome with its result, which may have been too long to be announced."""
+        return (announced.withheld and await self._find(announced.request_id)) or announced
+
+    async def _find(self, request_id: RequestId) -> Outcome | None:
         """Return the outcome with its result; a large one is read off the loop."""
-        if not outcome.withheld:
+        outcome = await self._store.read(lambda conn: outcomes.find(conn, request_id, _SMALL_BYTES))
+        if outcome is None or not outcome.withheld:
             return outcome
-        complete = await self._store.fetch(lambda conn: outcomes.find(conn, outcome.request_id))
-        return complete or outcome
+        return await self._store.fetch(lambda conn: outcomes.find(conn, request_id)) or outcome
 
 
 @contextmanager

@@ -129,7 +129,9 @@ class Planner:
         self._shares: FairShare[QueuedRow] = FairShare()
         self._short: SessionId | None = None  # session with little work that decided the running unit
         self._lead_s = self._lead_before_s = 0.0  # trainer time of such sessions beyond that of the others
-        self._left: dict[SessionId, float] = {}  # when those without a runnable row last had one
+        self._left: dict[
+            SessionId, float
+        ] = {}  # when those without a runnable row last had one, oldest first
         self._looked_at = 0.0
 
     def pop(self, ahead: tuple[QueuedRow, ...] = ()) -> Unit | None:
@@ -278,8 +280,8 @@ class Planner:
 
     def _bounds(self) -> PassBudget:
         self._looked_at = self._clock()
-        if self._left:
-            self._left = {each: at for each, at in self._left.items() if at > self._looked_at - ACTIVE_S}
+        while self._left and next(iter(self._left.values())) <= self._looked_at - ACTIVE_S:
+            del self._left[next(iter(self._left))]
         several = len(self._runnable) + len(self._left) > 1
         return self._budget if several else replace(self._budget, seconds=math.inf)
 
@@ -301,9 +303,11 @@ def next_unit(
     apart: Apart,
 ) -> Unit:
     """Return the unit that `first` decides; all waiting rows have places in `shares`."""
+    if first.kind in MERGING:
+        same = (rows[0] for rows in waiting.values() if rows[0].kind is first.kind)
+        return Barriers(tuple(sorted(same, key=attrgetter("id"))))
     if first.kind not in PASSES:
-        same = [rows[0] for rows in waiting.values() if rows[0].kind is first.kind]
-        return Barriers(tuple(sorted(same, key=attrgetter("id"))) if first.kind in MERGING else (first,))
+        return Barriers((first,))
     if together := apart(first):
         models = sorted(waiting.values(), key=lambda rows: rows[0].id)
         return Pass(tuple(row for rows in models for row in rows if row.id in together), True, True)
