@@ -35,7 +35,8 @@ of this process, at its end.
 For each number of replicas: samples_per_s (of one core of the engine), wall_per_s, cost_us (of a sample),
 router_us; idle_share: of a core, when nothing is to be done;
 fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
-cost_ratio_64, fanout_ratio_64: to one replica. errors: samples that failed. mb_per_10k_waiting.
+cost_ratio_64, fanout_ratio_64: to one replica. mb_per_10k_waiting: memory that waiting samples take. errors:
+samples that failed, null with --samples 0.
 """
 
 import asyncio
@@ -602,7 +603,8 @@ def main() -> None:
     parser.add_argument("--answer-ms", type=float, default=50.0)
     arguments = parser.parse_args()
     raise_open_files_limit()
-    report: dict[str, float] = {"errors": 0} | queues(arguments.sessions, arguments.models)
+    report: dict[str, float | None] = {"errors": None}
+    report |= queues(arguments.sessions, arguments.models)
     for versions in VERSIONS:
         cleaned_ms = asyncio.run(cleanup_ms(arguments.sessions, arguments.models, versions))
         report[f"cleanup_ms_{arguments.models * versions}"] = round(cleaned_ms, 1)
@@ -613,15 +615,18 @@ def main() -> None:
         report[f"{name}_{arguments.sessions}"] = round(asyncio.run(cores(arguments.sessions)), 3)
     report |= asyncio.run(restore(arguments.models))
     print("  ".join(f"{name} {value}" for name, value in report.items()))
+    measured = {}
     for replicas in REPLICAS if arguments.samples else ():
         waiting = arguments.waiting if replicas == REPLICAS[-1] else 0
         found = asyncio.run(measure(replicas, arguments.samples, waiting, arguments.answer_ms / 1e3))
         print(f"{replicas:3d} replicas  " + "  ".join(f"{name} {value}" for name, value in found.items()))
-        report["errors"] += found.pop("errors")
-        report |= {f"{name}_{replicas}": value for name, value in found.items()}
-    if arguments.samples:
-        report["cost_ratio_64"] = round(report["cost_us_64"] / report["cost_us_1"], 2)
-        report["fanout_ratio_64"] = round(report["fanout_p50_ms_64"] / report["fanout_p50_ms_1"], 2)
+        report |= {f"{name}_{replicas}": value for name, value in found.items() if name != "errors"}
+        measured[replicas] = found
+    if measured:
+        one, many = measured[1], measured[64]
+        report["errors"] = sum(found["errors"] for found in measured.values())
+        report["cost_ratio_64"] = round(many["cost_us"] / one["cost_us"], 2)
+        report["fanout_ratio_64"] = round(many["fanout_p50_ms"] / one["fanout_p50_ms"], 2)
     report["rss_mb"] = round(psutil.Process().memory_info().rss / MB)
     print(json.dumps(report))
 
