@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -26,6 +25,7 @@ import numpy as np
 import tinker
 from client import random_datum, random_prompt
 from ingest import Body, Client, body_name, random_data
+from serving import run_when_idle
 from tinker import types
 
 if TYPE_CHECKING:  # seconds that most attacks need not spend
@@ -63,9 +63,7 @@ class Attack:
 
     def go(self, unit_s: float = 0.0) -> None:
         """Say that all is prepared, and what one unit of this attack's work takes; wait for the signal."""
-        for thread in Path("/proc/self/task").iterdir():
-            # Those that they start inherit it.
-            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+        run_when_idle()
         self.unit_s = unit_s
         self.pipe.send(None)
         self.pipe.recv()

@@ -47,7 +47,7 @@ import httpx
 import tinker
 from client import random_datum, random_prompt
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
-from serving import end_on_sigterm, options_of
+from serving import end_on_sigterm, options_of, run_when_idle
 from tinker import types
 
 from skyrl_tinker.config import Settings
@@ -156,7 +156,7 @@ def listed(place: Place) -> Report:
     report: Report = {}
     for name in LISTED:
         # Another process: the SDK, too, decodes long lists of logprobs for seconds.
-        with ProcessPoolExecutor(1, get_context("spawn"), os.nice, (19,)) as others:
+        with ProcessPoolExecutor(1, get_context("spawn"), run_when_idle) as others:
             running = others.submit(list_logprobs, place.server.url, name)
             taken = [seconds(lambda: sample(small)) for _ in iter(running.done, True)]
         report |= {f"{name}_took_s": running.result(), f"listed_{name}_s": max(taken)}

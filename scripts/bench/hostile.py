@@ -21,7 +21,6 @@ exit code 1; and all figures of the table.
 import asyncio
 import itertools
 import multiprocessing
-import os
 import re
 import resource
 import shutil
@@ -42,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import aiohttp
 import zstandard
 from ingest import body_name, random_data
-from serving import chosen, end_on_sigterm, judged, options_of
+from serving import chosen, end_on_sigterm, judged, options_of, run_when_idle
 
 from skyrl_tinker.server import preflight
 from skyrl_tinker.store import server_state
@@ -464,7 +463,7 @@ def measure(directory: Path, names: Sequence[str], hold_s: float) -> dict[str, J
     rows = {}
     print(f"{'':28}{'peak MB':>9}{'answered':>11}{'max ms':>9}  answers of the attacker")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attackers:
-        attackers.submit(os.nice, 19).result()  # it has started
+        attackers.submit(run_when_idle).result()  # it has started
         for name in names:
             home, known = (locked, keys) if CASES[name].keys else (keyless, {})
             with fresh(home) as api:
