@@ -47,7 +47,7 @@ import httpx
 import tinker
 from client import random_datum, random_prompt
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication
-from serving import end_on_sigterm, options_of, run_when_idle
+from serving import options_of, run_when_idle
 from tinker import types
 
 from skyrl_tinker.config import Settings
@@ -344,7 +344,6 @@ def main() -> int:
     if unknown := [name for name in names if name not in MEASURES]:
         parser.error(f"found {unknown[0]}, expected some of {', '.join(MEASURES)}")
     logging.disable(logging.WARNING)  # requests to the storage, and clients whose server has ended
-    end_on_sigterm()
     report: Report = {}
     for make in dict.fromkeys(MEASURES[name][0] for name in MEASURES if name in names):
         with tempfile.TemporaryDirectory() as directory:

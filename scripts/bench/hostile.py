@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import aiohttp
 import zstandard
 from ingest import body_name, random_data
-from serving import chosen, end_on_sigterm, judged, options_of, run_when_idle
+from serving import chosen, judged, options_of, run_when_idle
 
 from skyrl_tinker.server import preflight
 from skyrl_tinker.store import server_state
@@ -478,7 +478,6 @@ def main() -> int:
     parser.add_argument("--hold", type=float, default=20.0, help="seconds")
     arguments = parser.parse_args()
     names = chosen(parser, arguments.attacks, CASES)
-    end_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(Path(directory), names, arguments.hold)
     result = {

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 import tinker
 from attacks import Attacker
-from serving import chosen, end_on_sigterm, judged, options_of
+from serving import chosen, judged, options_of
 from tinker import types
 
 from skyrl_tinker.config import Settings
@@ -322,7 +322,6 @@ def main() -> int:
     arguments = parser.parse_args()
     names = chosen(parser, arguments.attacks, CASES)
     seconds = arguments.seconds or 20.0
-    end_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory) / "home"
         holders = {QUIET, *(holder for name in names for holder in CASES[name].holders)}

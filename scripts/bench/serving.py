@@ -16,6 +16,8 @@ READY = "skyrl-tinker ready: "
 
 
 def options_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's options; SIGTERM now ends it as an error does, with its servers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -25,11 +27,6 @@ def chosen(parser: argparse.ArgumentParser, given: str | None, known: Collection
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--attacks: found {', '.join(unknown)}, expected some of {', '.join(known)}")
     return names
-
-
-def end_on_sigterm() -> None:
-    """Have what was started ended all the same."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def run_when_idle() -> None:

@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import tinker
 from client import random_tokens
-from serving import end_on_sigterm, judged, options_of
+from serving import judged, options_of
 from tinker import types
 
 from skyrl_tinker.config import Settings
@@ -435,7 +435,6 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=60.0, help="seconds between kills; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="of the kills")
     arguments = parser.parse_args()
-    end_on_sigterm()
     samples, steps = FULL if arguments.full else DEFAULT
     arguments.samples = arguments.samples or samples
     arguments.steps = arguments.steps or steps

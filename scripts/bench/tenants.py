@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import aiohttp
 from client import random_tokens
-from serving import end_on_sigterm, judged, options_of
+from serving import judged, options_of
 from soak import Kill, Killer, Sizes, percentile, serving_apart
 
 from tests.support.serve import Serve
@@ -312,7 +312,6 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=RATE, help="operations per second of all sessions")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    end_on_sigterm()
     tenants, seconds, kills = FULL if arguments.full else DEFAULT
     arguments.tenants = arguments.tenants or tenants
     arguments.seconds = arguments.seconds or seconds
