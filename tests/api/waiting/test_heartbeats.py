@@ -37,3 +37,17 @@ async def test_a_write_that_fails_is_the_answer_to_each_and_later_ones_are_writt
     assert kept == [None] * 3
     assert isinstance(unknown, NotFoundError)
     await end(running)
+
+
+async def test_heartbeats_that_come_together_are_one_write(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "TOGETHER_S", 0.0)
+    sessions = [await journal.new_session(store) for _ in range(20)]
+    writing, write = Heartbeats(store), Mock(wraps=session_records.heartbeat)
+    monkeypatch.setattr(session_records, "heartbeat", write)
+    keeping = [asyncio.create_task(writing.keep(None, session)) for session in sessions]
+    running = asyncio.create_task(writing.run())
+    await asyncio.gather(*keeping)
+    assert [len(call.kwargs["beats"]) for call in write.call_args_list] == [20]
+    await end(running)

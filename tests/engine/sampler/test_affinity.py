@@ -2,10 +2,14 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
+
+import pytest
 
 from skyrl_tinker.domain.ids import VersionId
 from skyrl_tinker.domain.values import WeightVersion
+from skyrl_tinker.engine.sampler import affinity as affinity_module
 from skyrl_tinker.engine.sampler.affinity import LEAST, Affinity
 
 SYSTEM = list(range(200))
@@ -60,3 +64,20 @@ def test_other_weights_have_other_keys() -> None:
     affinity, weights = Affinity(lambda: 2), WeightVersion(VersionId(1), "lora", "/adapter")
     with affinity.key(weights, tokens([1]), 1) as one, affinity.key(None, tokens([1]), 1) as other:
         assert one != other
+
+
+class Unwalked(Counter[str]):
+    """Sequences by key, none of which may be looked for among the others."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("a walk over all keys")
+
+    keys = values = items = total = most_common = __iter__  # type: ignore[assignment]
+
+
+def test_a_choice_does_not_walk_over_the_keys_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(affinity_module, "Counter", Unwalked)
+    affinity = Affinity(lambda: 2)
+    with ExitStack() as stack:
+        prompts = [tokens(SYSTEM, [number] * 100) for number in range(64)]
+        assert len({stack.enter_context(affinity.key(None, prompt, 1)) for prompt in prompts}) > 1

@@ -27,13 +27,14 @@ from skyrl_tinker.store.console.traced_requests import finished_requests, reques
 from skyrl_tinker.store.database import sqlite
 from skyrl_tinker.store.database.tables import Base, Future
 from skyrl_tinker.store.futures import cancellation, completions, finish, outcomes, queue
+from skyrl_tinker.store.futures.sample_submission import NewSample, submit_sample
 from skyrl_tinker.store.replay import unit_records
 from skyrl_tinker.store.reports import holdings, training_runs
 from skyrl_tinker.store.retention import row_purges, session_purges
 from skyrl_tinker.store.session_records import Beat
 from skyrl_tinker.store.store import Store
 from tests.store.support.databases import on_sqlite
-from tests.store.support.rows import base_sampler, finish_session, new_session, outcome, sample
+from tests.store.support.rows import base_sampler, finish_session, new_session, outcome, queued, sample
 from tests.support.reads import reading
 
 pytestmark = on_sqlite
@@ -205,6 +206,17 @@ async def test_the_results_of_others_cost_a_client_nothing(
     numbers = itertools.count()
     await used(store, mine)
     assert await counted(3) == await counted(20)
+
+
+async def test_a_sample_is_accepted_in_two_statements_and_finished_in_three(
+    store: Store, sampler: SamplingSessionId
+) -> None:
+    """A row and its body, which later goes by itself; the row, its result, the body."""
+    new = NewSample(sampler, 0, b"digest", b"sample", 1, 1, 1)
+    accepted = await statements_of(store, lambda conn: submit_sample(conn, new, None).value())
+    assert len(accepted) == 2
+    (row,) = await queued(store)
+    assert len(await statements_of(store, lambda conn: finish.succeed(conn, row.id, "t", b"result"))) == 3
 
 
 async def test_heartbeats_of_finished_sessions_take_as_many_statements_as_one(store: Store) -> None:
