@@ -29,9 +29,9 @@ whole API process that gets the same heartbeats over HTTP, on 400 connections th
 is parsing and answering the requests.
 restore_ready_s_N_models, restore_first_step_s_N_models: of the clock, from the start of an engine that finds
 N models with a snapshot each, and whose ranks take no time but LOAD_S to check a snapshot's files, until it
-takes work, and until a step of one of them. woken_s_N_models: of the clock, from there on until a step of
-each of N others that sleep, all asked at once; saved_s_N_models: then until a save of each of N more. rss_mb:
-of this process, at its end.
+takes work, and until a step of one of them; with active in place of models, where each has a pass and a step
+to repeat. woken_s_N_models: of the clock, from there on until a step of each of N others that sleep, asked
+all at once; saved_s_N_models: then until a save of each of N more. rss_mb: of this process, at its end.
 For each number of replicas: samples_per_s (of one core of the engine), wall_per_s, cost_us (of a sample),
 router_us; idle_share: of a core, when nothing is to be done;
 fanout_p50_ms: an adapter on all replicas, each of which takes 20 ms; pause_p50_ms: pause and resume of all.
@@ -486,14 +486,19 @@ class CheckingRanks(ScriptedTrainer):
         await super().load_state(model, directory, optimizer=optimizer)
 
 
-async def restore(models: int) -> dict[str, float]:
-    """Return seconds until an engine that finds models with snapshots is ready, and to steps of them."""
+async def restore(models: int, *, active: bool = False) -> dict[str, float]:
+    """Return seconds until an engine that finds models with snapshots is ready, and to steps of them.
+
+    `active`: they have trained since their snapshots.
+    """
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         store, bell = Store.open(new_file(home / "store.db"), home), SocketBell.bind(home, "engine")
         before = World(store, bell, home / "checkpoints")
         trained = [await before.model() for _ in range(models)]
         await asyncio.gather(*(_train(before, model, 1) for model in trained))
+        if active:
+            await asyncio.gather(*(_train(before, model, 3) for model in trained))
         before.running.cancel()
         await asyncio.wait([before.running])
         for model in trained:
@@ -506,22 +511,25 @@ async def restore(models: int) -> dict[str, float]:
         after = World(store, bell, home / "checkpoints", cast(TrainerGroup, CheckingRanks()))
         await after.until(lambda: after.ready)
         ready_s = time.perf_counter() - began
-        await _train(after, trained[models // 2], 3)
+        await _train(after, trained[models // 2], 5 if active else 3)
         first_step_s = time.perf_counter() - began
-        asleep = [model for model in trained if model != trained[models // 2]]
-        woken, saved = asleep[:WOKEN], asleep[WOKEN : 2 * WOKEN]
-        woken_s = await _all_done_s(after, (_ask(after, model, 3) for model in woken))
-        saved_s = await _all_done_s(after, (_save(after, model, 3) for model in saved))
+        kind = "active" if active else "models"
+        found = {
+            f"restore_ready_s_{models}_{kind}": round(ready_s, 2),
+            f"restore_first_step_s_{models}_{kind}": round(first_step_s, 2),
+        }
+        if not active:
+            asleep = [model for model in trained if model != trained[models // 2]]
+            woken, saved = asleep[:WOKEN], asleep[WOKEN : 2 * WOKEN]
+            woken_s = await _all_done_s(after, (_ask(after, model, 3) for model in woken))
+            found[f"woken_s_{len(woken)}_models"] = round(woken_s, 2)
+            saved_s = await _all_done_s(after, (_save(after, model, 3) for model in saved))
+            found[f"saved_s_{len(saved)}_models"] = round(saved_s, 2)
         after.running.cancel()
         await asyncio.wait([after.running])
         bell.close()
         await store.close()
-        return {
-            f"restore_ready_s_{models}_models": round(ready_s, 2),
-            f"restore_first_step_s_{models}_models": round(first_step_s, 2),
-            f"woken_s_{len(woken)}_models": round(woken_s, 2),
-            f"saved_s_{len(saved)}_models": round(saved_s, 2),
-        }
+        return found
 
 
 async def _all_done_s(world: World, asked: Iterable[Awaitable[Accepted]]) -> float:
@@ -613,7 +621,8 @@ def main() -> None:
         ("heartbeats_http_cpu", heartbeats_http_cpu),
     ):
         report[f"{name}_{arguments.sessions}"] = round(asyncio.run(cores(arguments.sessions)), 3)
-    report |= asyncio.run(restore(arguments.models))
+    for active in (False, True):
+        report |= asyncio.run(restore(arguments.models, active=active))
     print("  ".join(f"{name} {value}" for name, value in report.items()))
     measured = {}
     for replicas in REPLICAS if arguments.samples else ():
