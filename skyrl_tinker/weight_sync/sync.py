@@ -25,6 +25,8 @@ from skyrl_tinker.weight_sync.transport import (
 
 PATIENCE_S = 300.0
 """Limit for one answer of one replica: loading large weights may take minutes."""
+QUICK_S = 60.0
+"""Limit for calls that load nothing, yet wait for a step of the model: others stand paused meanwhile."""
 STRAGGLERS_S = 5.0
 """Limit for calls after a failure: for the trainer to leave, and for replicas that are lost anyway."""
 PARTIAL = "partial"
@@ -128,11 +130,13 @@ class _Update:
             return tuple(self._replicas)
         if self._stuck:
             return tuple(self._stuck)
-        await _try_all(partial(replica.update_weights, DISCARD) for replica in self._replicas.values())
-        if self._paused_at is None or not self._awake:
-            return ()
-        resumed = await asyncio.gather(*(_try_all([each.resume]) for each in self._replicas.values()))
-        return tuple(url for url, done in zip(self._replicas, resumed, strict=True) if not done)
+        back = await asyncio.gather(*map(self._restore, self._replicas.values()))
+        return tuple(url for url, done in zip(self._replicas, back, strict=True) if not done)
+
+    async def _restore(self, replica: Replica) -> bool:
+        """Let a replica go on with the old weights, whatever the others do; return whether it does."""
+        await _try_all([partial(replica.update_weights, DISCARD)], QUICK_S)
+        return self._paused_at is None or not self._awake or await _try_all([replica.resume], QUICK_S)
 
     async def explain(self, error: Exception, version: str, lost: tuple[str, ...]) -> WeightSyncError:
         """Make the error. If replicas are dead only these are named: they explain the others' failures."""
@@ -149,7 +153,7 @@ class _Update:
         self._phase = "init"
         if self._transport.members == tuple(self._replicas):
             return
-        workers = await self._call_all("init", self._leave_former_group)
+        workers = await self._call_all("init", self._leave_former_group, patience_s=QUICK_S)
         messages = dict(zip(self._replicas, await self._transport.form(workers), strict=True))
         self._joining = not self._transport.staged
         await self._call_all(
@@ -188,7 +192,7 @@ class _Update:
 
     async def _pause(self) -> None:
         self._paused_at = time.monotonic()
-        await self._call_all("pause", self._stand_still)
+        await self._call_all("pause", self._stand_still, patience_s=QUICK_S)
 
     async def _stand_still(self, url: str) -> None:
         """Pause a replica. If its weights change chunk by chunk, also stop its steps and drop its cache.
@@ -231,6 +235,8 @@ class _Update:
         phase: SyncPhase,
         call: Callable[[str], Awaitable[T]],
         trainers: Coroutine[Any, Any, None] | None = None,
+        *,
+        patience_s: float = PATIENCE_S,
     ) -> list[T]:
         """Make the same call to every replica concurrently, while the trainer does its part.
 
@@ -239,7 +245,9 @@ class _Update:
         wait in NCCL, which has no timeout, for a missing member are lost.
         """
         self._phase = phase
-        calls = {url: asyncio.ensure_future(_answer(partial(call, url))) for url in self._replicas}
+        calls = {
+            url: asyncio.ensure_future(_answer(partial(call, url), patience_s)) for url in self._replicas
+        }
         tasks: list[asyncio.Future[Any]] = [*calls.values()]
         if trainers is not None:
             tasks.append(asyncio.ensure_future(trainers))

@@ -1,4 +1,7 @@
-"""Groups that do not come about: NCCL keeps a member for ever, gloo lets it go with the trainer."""
+"""Groups that do not come about, and members that answer no more.
+
+NCCL keeps a member for ever, gloo lets it go with the trainer.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -40,7 +43,8 @@ class Meeting:
         raise SamplerError("the trainer left the group")
 
     async def load(self, index: int) -> Message:
-        raise AssertionError("there is no group")
+        assert self.members, "there is no group"
+        return {}
 
     send = close = meet
 
@@ -51,10 +55,12 @@ class Meeting:
 class Member:
     """A replica that waits for the others, or cannot."""
 
-    def __init__(self, meeting: Meeting, *, fails: bool) -> None:
+    def __init__(self, meeting: Meeting, *, fails: bool, hangs: bool = False) -> None:
         self._meeting = meeting
         self._fails = fails
+        self._hangs = hangs
         self.discarded = False
+        self.resumed = asyncio.Event()
 
     async def shutdown_weight_transfer_engine(self) -> None:
         pass
@@ -69,11 +75,25 @@ class Member:
             await asyncio.Event().wait()
         await self._meeting.meet()
 
+    async def health(self) -> None:
+        await self._answer()
+
     async def update_weights(self, info: Message) -> None:
+        await self._answer()
         self.discarded = True
 
-    async def health(self) -> None:
-        pass
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        await self._answer()
+
+    reset_prefix_cache = health
+
+    async def resume(self) -> None:
+        await self._answer()
+        self.resumed.set()
+
+    async def _answer(self) -> None:
+        if self._hangs:
+            await asyncio.Event().wait()
 
 
 class Members(dict[str, Member]):
@@ -100,3 +120,20 @@ async def test_who_cannot_leave_a_group_that_does_not_come_about_is_replaced(
     assert failed.value.lost == (("whole",) if held else ())
     assert members["whole"].discarded is not held
     assert not meeting.members
+
+
+async def test_who_does_not_pause_keeps_the_others_paused_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is replaced: each of its answers may take minutes where weights are loaded, but not here."""
+    save_file({"a": zeros(1)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(sync, "STRAGGLERS_S", 0.01)
+    monkeypatch.setattr(sync, "QUICK_S", 0.01)
+    meeting = Meeting(held=True)
+    members = Members(whole=Member(meeting, fails=False), still=Member(meeting, fails=False, hangs=True))
+    meeting.members = tuple(members)
+    with pytest.raises(WeightSyncError, match="pause failed: still: no answer within") as failed:
+        async with asyncio.timeout(PATIENCE_S):
+            await sync_weights(members, meeting, tmp_path, "v1")  # type: ignore[arg-type]
+    assert failed.value.lost == ("still",)
+    assert members["whole"].resumed.is_set()
