@@ -94,7 +94,7 @@ def heartbeat(conn: Connection, beats: Sequence[Beat]) -> dict[Beat, NotFoundErr
 def beats(conn: Connection, session_id: SessionId, now: float) -> bool:
     """Return whether a session's heartbeats go on, the first of which comes after BEAT_S."""
     row = _LAST_BEAT.row(conn, {"of": session_id})
-    return row is not None and now - row.last_heartbeat_at < MOST_BEATS * BEAT_S
+    return row is not None and not row.finished_at and now - row.last_heartbeat_at < MOST_BEATS * BEAT_S
 
 
 def finish(conn: Connection, session_id: SessionId, reason: str, detail: str | None) -> None:
@@ -204,7 +204,9 @@ _NAMED = Session.session_id.in_(select(_KEYS.c.key))
 _BEATING = Prepared(_ENDS.add_columns(Session.owner_id).where(_NAMED))
 # by name alone: with a condition on `finished_at` SQLite goes through all live sessions, along its index
 _BEAT = Prepared(update(Session).where(_NAMED).values(last_heartbeat_at=bindparam("now")))
-_LAST_BEAT = Prepared(select(Session.last_heartbeat_at).where(Session.session_id == bindparam("of")))
+_LAST_BEAT = Prepared(
+    select(Session.last_heartbeat_at, Session.finished_at).where(Session.session_id == bindparam("of"))
+)
 _REASONS = Prepared(
     select(Session.session_id, Session.finish_reason).where(Session.finished_at >= bindparam("since"))
 )

@@ -161,6 +161,15 @@ async def test_a_client_that_is_away_is_waited_for(made: Waiting) -> None:
     assert "seq 1 of this model never came" in await made.api.failure(waits)
 
 
+async def test_nothing_behind_a_gap_runs_once_its_client_has_finished(made: Waiting) -> None:
+    """Hours of passes may wait there, of which nobody will read a result."""
+    session = await made.api.session()
+    await parked(made, await ready_model(made.api, session), 4)
+    await made.api.ok(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+    await closes(made, time.time())
+    assert failed_numbers(made) == []
+
+
 async def test_a_call_whose_chunks_still_come_is_waited_for(made: Waiting) -> None:
     """The first chunk comes last."""
     model, now = await ready_model(made.api), time.time()
