@@ -25,7 +25,9 @@ def focal(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def main() -> None:
-    with tinker.ServiceClient() as service:  # its models leave the server at the end
+    with tinker.ServiceClient(
+        display_name="custom loss"
+    ) as service:  # its models leave the server at the end
         learn(service)
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     print()
 
     # The path of saved sampler weights is a model name too, in every route.
-    with tinker.ServiceClient() as service:
+    with tinker.ServiceClient(display_name="an OpenAI client") as service:
         training = service.create_lora_training_client(base_model=models[0], rank=8).result()
         path = training.save_weights_for_sampler("for-openai").result().path
     completion = client.completions.create(model=path, prompt="2+2=", max_tokens=8, temperature=0)

@@ -15,7 +15,7 @@ STEPS = 5
 
 
 def main() -> None:
-    with tinker.ServiceClient() as service:
+    with tinker.ServiceClient(display_name="resume: before") as service:
         model = tinker.RestClient().get_server_capabilities().result().supported_models[0].model_name
         training = service.create_lora_training_client(base_model=model, rank=32, seed=0).result()
         train(training)
@@ -23,7 +23,7 @@ def main() -> None:
         checkpoint = training.save_state("half-way").result().path
         print(f"saved {checkpoint}")
         continued = train(training)
-    with tinker.ServiceClient() as service:
+    with tinker.ServiceClient(display_name="resume: after") as service:
         resumed = train(service.create_training_client_from_state_with_optimizer(checkpoint).result())
     for step, (first, second) in enumerate(zip(continued, resumed, strict=True)):
         print(f"step {step}: continued {first!r}, resumed {second!r}")

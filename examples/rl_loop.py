@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import urllib.error
@@ -47,7 +48,7 @@ class Options:
 class Step:
     """One line of metrics.jsonl."""
 
-    step: int
+    step: int  # optimizer steps that the weights which sampled had taken: by it the dashboard places the rest
     reward: float  # mean over all answers of the step
     loss: float  # sum over all tokens of the step
     tokens_per_s: float  # sampled and trained
@@ -122,33 +123,35 @@ def reinforce(trainer: tinker.TrainingClient, task: Task, options: Options, take
     bar = tqdm(range(options.steps), desc="reinforce")
     with (options.out / "metrics.jsonl").open("w") as file:
         for number in bar:
-            step = reinforce_once(trainer, task, number, None if options.unseeded else options.seed)
+            step = reinforce_once(trainer, task, number, taken, None if options.unseeded else options.seed)
             done.append(step)
             file.write(json.dumps(asdict(step)) + "\n")
-            tell(trainer, taken + number, step)
+            tell(trainer, step)
             bar.set_postfix_str(
                 f"reward {step.reward:.2f}, loss {step.loss:.1f}, {step.tokens_per_s:.0f} tokens/s"
             )
     return done
 
 
-def tell(trainer: tinker.TrainingClient, taken: int, step: Step) -> None:
-    """Report numbers that only this script knows to the server's dashboard, if it has one.
-
-    `taken`: how many optimizer steps the weights that sampled had taken, by which the dashboard places them.
-    """
-    body = json.dumps({"step": taken, "values": {"reward": step.reward, "tokens_per_s": step.tokens_per_s}})
+def tell(trainer: tinker.TrainingClient, step: Step) -> None:
+    """Report numbers that only this script knows to the server's dashboard, if it has one."""
+    values = {"reward": step.reward, "tokens_per_s": step.tokens_per_s}
+    body = json.dumps({"step": step.step, "values": values})
     url = f"{os.environ['TINKER_BASE_URL'].rstrip('/')}/api/v1/console/runs/{trainer.model_id}/metrics"
     headers = {"X-API-Key": os.environ["TINKER_API_KEY"], "Content-Type": "application/json"}
     try:
         urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers)).close()
     except urllib.error.HTTPError as error:
-        if error.code != 404:  # of a server without dashboard
+        if error.code < 500 and error.code != 404:  # of a server without dashboard
             raise
+    except OSError as error:  # training goes on while the server is started again
+        print(f"not reported: {error}", file=sys.stderr)
 
 
-def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed: int | None) -> Step:
-    """Sample from the newest weights, reward, and take one step."""
+def reinforce_once(
+    trainer: tinker.TrainingClient, task: Task, number: int, taken: int, seed: int | None
+) -> Step:
+    """Sample from the newest weights, reward, and take one step; `taken`: steps of the warm-up."""
     started = time.monotonic()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     groups = sample_groups(sampler, task, None if seed is None else seed * 1_000_003 + number * 1009)
@@ -171,7 +174,7 @@ def reinforce_once(trainer: tinker.TrainingClient, task: Task, number: int, seed
     seconds = time.monotonic() - started
     tokens = sum(len(answer.tokens) for answer in answers) + sum(item.model_input.length for item in data)
     reward = sum(answer.reward for answer in answers) / len(answers)
-    return Step(number, reward, loss, tokens / seconds, seconds)
+    return Step(taken + number, reward, loss, tokens / seconds, seconds)
 
 
 def sample_groups(
@@ -220,7 +223,7 @@ def datum(prompt: Sequence[int], answer: Sequence[int], **inputs: list[float]) -
 def report(steps: Sequence[Step], out: Path) -> bool:
     """Plot, print the paths, and return whether the end is well above the start."""
     rewards = [step.reward for step in steps]
-    first, last = sum(rewards[:3]) / 3, sum(rewards[-5:]) / 5
+    first, last = statistics.mean(rewards[:3]), statistics.mean(rewards[-5:])
     plot(rewards, out / "reward.png")
     better = min(2 * first, (1 + first) / 2)  # twice as good, or half of what was missing
     learned = first > 0 and last >= max(better, first + 0.25)
@@ -247,7 +250,9 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="for reward.png and metrics.jsonl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--unseeded", action="store_true", help="for samples of SGLang, which takes no seeds")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--steps", type=int, default=40, help="after the warm-up; some 30 until it has learned"
+    )
     parser.add_argument("--base-model", help="the one that is served, by default")
     parser.add_argument("--rank", type=int, default=32)
     sys.exit(0 if main(Options(**vars(parser.parse_args()))) else 1)

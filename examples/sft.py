@@ -16,7 +16,7 @@ STEPS = 40
 
 
 def main() -> None:
-    with tinker.ServiceClient() as service:  # its models leave the server at the end
+    with tinker.ServiceClient(display_name="supervised") as service:  # its models leave the server at the end
         learn(service)
 
 
