@@ -76,10 +76,11 @@ def serve(
     "host", "port", "allowed_hosts", "tls_cert", "tls_key", "insecure", "home", "database_url", "checkpoints"
 )
 def api(settings: Settings) -> None:
-    """Answer clients on another host than the engine's, until Ctrl-C. Needs PostgreSQL, no torch, no sampler.
+    """Answer clients on another host than the engine's.
 
-    Its settings are those of the server on --database-url, except for options given here. --home has a copy
-    of signing-secrets.json of that server's home.
+    Runs until Ctrl-C. Needs PostgreSQL, no torch, no sampler. Its settings are those of the server on
+    --database-url, except for options given here. --home has a copy of signing-secrets.json of that server's
+    home.
     """
     from skyrl_tinker.server import api_host
 
@@ -114,7 +115,7 @@ def demo(
     arch: Annotated[str, typer.Option(help=f"Family of the policy: {', '.join(FAMILIES)}")] = "qwen3",
     **engine: Any,
 ) -> None:
-    """Start a server, train a policy on it, stop it; exit code 1 if the reward did not rise."""
+    """Start a server, train a policy on it, stop it. Exit code 1: the reward did not rise."""
     from skyrl_tinker.cli.demo import run_demo
 
     with one_line_errors():
@@ -137,10 +138,10 @@ def make_model(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the random weights", min=0)] = 0,
 ) -> None:
-    """Write a small untrained model with its own tokenizer and chat template to DIRECTORY.
+    """Write a small untrained model to DIRECTORY.
 
-    A qwen2 and a mistral have a sliding window of 16 tokens in all layers, a gemma3 and a gpt-oss in every
-    other.
+    It has a tokenizer and a chat template of its own. A qwen2 and a mistral have a sliding window of 16
+    tokens in all layers, a gemma3 and a gpt-oss in every other.
     """
     from skyrl_tinker.server.base_models import tiny_model
 
@@ -166,9 +167,9 @@ def import_adapter(
         str | None, typer.Option(help="Name of the API key that owns it; required once there are keys")
     ] = None,
 ) -> None:
-    """Turn a PEFT LoRA adapter into a checkpoint to continue training from, and print its tinker:// path.
+    """Make a checkpoint to train on of a PEFT LoRA adapter.
 
-    A server may be running on the same home. For example:
+    Prints its tinker:// path. A server may be running on the same home. For example:
 
     \b
       skyrl-tinker import-adapter ./my-adapter --name start
@@ -205,14 +206,14 @@ def plan(
     ] = None,
     **given: Any,
 ) -> None:
-    """Show whether `serve` with these options fits on GPUs, before there are any, and the command to copy.
+    """Show which `serve` fits on GPUs, before there are any.
 
-    Options that are given are kept, as are settings of --config and the environment; the others have the
-    defaults of `serve`. Exit code 1 if it does not fit. Each base model of --also has GPUs of its own, one
-    for training and one for sampling as its roles say, or as many as its table [bases.NAME] in the file says;
-    --base-model has the rest. Of those on demand (--also NAME:train,on_demand) the largest counts alone. The
-    trainer's forward and backward run on tensors without content, which takes seconds on a CPU and no
-    weights: config.json is enough.
+    Prints the command to copy. Options that are given are kept, as are settings of --config and the
+    environment; the others have the defaults of `serve`. Exit code 1 if it does not fit. Each base model of
+    --also has GPUs of its own, one for training and one for sampling as its roles say, or as many as its
+    table [bases.NAME] in the file says; --base-model has the rest. Of those on demand (--also
+    NAME:train,on_demand) the largest counts alone. The trainer's forward and backward run on tensors without
+    content, which takes seconds on a CPU and no weights: config.json is enough.
     """
     from skyrl_tinker.cli import plan_output
     from skyrl_tinker.server import start_plan
@@ -244,7 +245,7 @@ def plan(
 @app.command(cls=SettingsCommand)
 @with_settings(*Settings.model_fields)
 def doctor(settings: Settings) -> None:
-    """Check whether `serve` with these options would work here; name fixes; exit code 1 if not."""
+    """Check whether `serve` would work here with these options. Names fixes; exit code 1 if not."""
     import psutil
 
     from skyrl_tinker.cli import doctor as checks

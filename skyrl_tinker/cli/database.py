@@ -14,7 +14,9 @@ from skyrl_tinker.cli.terminal import tell
 from skyrl_tinker.config import Settings
 from skyrl_tinker.errors import StartupError, UserError
 
-app = typer.Typer(no_args_is_help=True, help="The server's database.", rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, help="Back up and upgrade the database, move its files.", rich_markup_mode=None
+)
 
 
 @app.command()

@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # the other commands need none of its imports
     from skyrl_tinker.store.database.group_commit import Op, T
 
 _SHOWN_ONCE = "shown only now: store it, for example as TINKER_API_KEY"
-app = typer.Typer(no_args_is_help=True, help="API keys.", rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, help="Make, list, limit, rotate and revoke API keys.", rich_markup_mode=None
+)
 
 
 Which = Annotated[str, typer.Argument(metavar="ID_OR_NAME")]

@@ -22,7 +22,7 @@ from skyrl_tinker.domain.units import counted
 from skyrl_tinker.protocol.schemas.console import RunColumn
 
 app = typer.Typer()
-checkpoints = typer.Typer(no_args_is_help=True, help="Checkpoints of a server.", rich_markup_mode=None)
+checkpoints = typer.Typer(no_args_is_help=True, help="List and delete checkpoints.", rich_markup_mode=None)
 app.add_typer(checkpoints, name="checkpoints")
 bases = typer.Typer(rich_markup_mode=None)
 app.add_typer(bases, name="bases")
@@ -66,7 +66,7 @@ def with_server(
 @app.command()
 @with_server
 def status(server: RunningServer, as_json: AsJson = False) -> None:
-    """Show a running server: problems first, then trainer, samplers and queue. TINKER_API_KEY says whose."""
+    """Show a server's problems, trainer, samplers and queue. TINKER_API_KEY says whose."""
     now = server.now()
     show([json.dumps(now)] if as_json else server_tables.status_lines(now))
     if not now["ready"]:
@@ -111,7 +111,7 @@ def runs(
     reverse: Annotated[bool, typer.Option("--reverse", "-r", help="The other way round")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show training runs, and why some failed: one's own, with an admin key those of all."""
+    """Show training runs, and why some failed. One's own, with an admin key those of all."""
     found = server.runs(most, search, sort, reverse=reverse)
     show([json.dumps(found)] if as_json else server_tables.run_lines(found, width()))
 
@@ -129,7 +129,7 @@ def follow(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="End at the end of the file")] = False,
 ) -> None:
-    """Report the numbers of a script's metrics.jsonl, as the cookbook writes it, to its run, until Ctrl-C."""
+    """Report the numbers of a script's metrics.jsonl to its run. As the cookbook writes it; until Ctrl-C."""
     on = not once
     with suppress(KeyboardInterrupt):
         if run is not None:
@@ -151,7 +151,7 @@ def follow(
 def end(
     server: RunningServer, session: Annotated[str, typer.Argument(help="Id of a session, or of a run of it")]
 ) -> None:
-    """End a session, as of a script that was stopped: its models leave the trainer, its checkpoints stay."""
+    """End a session, as of a script that was stopped. Its models leave the trainer, its checkpoints stay."""
     server.end(session.partition(":")[0])
 
 
@@ -166,7 +166,7 @@ def usage(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show tokens, checkpoints and storage by owner: one's own, with an admin key those of all."""
+    """Show tokens, checkpoints and storage by owner. One's own, with an admin key those of all."""
     if days is not None:
         show(server_tables.usage_by_day(server.usage_of_days(days)))
         return
@@ -233,11 +233,12 @@ def list_bases(
     config_file: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show base models: roles, start, state and for how long, idle time, trainer ranks, replicas, memory.
+    """Show base models, start them on demand, and stop them.
 
-    Each rank holds a GPU, and each replica its GPUs, only while a base model runs. Memory is that of its
-    ranks and samplers, resident, as in `ps`; where there are keys, an admin's shows it, and none with
-    --ray-address. One with the start "on_demand" starts with a request, or by `bases start`.
+    Shows their roles, start, state and for how long, idle time, trainer ranks, replicas, memory. Each rank
+    holds a GPU, and each replica its GPUs, only while a base model runs. Memory is that of its ranks and
+    samplers, resident, as in `ps`; where there are keys, an admin's shows it, and none with --ray-address.
+    One with the start "on_demand" starts with a request, or by `bases start`.
     """
     if context.invoked_subcommand is not None:
         if as_json or any(each is not None for each in (url, home, config_file)):
@@ -270,7 +271,7 @@ def logs(
     home: Home = None,
     config_file: Config = None,
 ) -> None:
-    """Show the last lines of a server's logs, whether it runs or not."""
+    """Show the last lines of a server's logs. Also of one that does not run."""
     with one_line_errors(), suppress(KeyboardInterrupt):
         files = server_logs.log_files(config.load(config_file, home=home), part)
         shown = server_logs.last_lines(files, lines)
